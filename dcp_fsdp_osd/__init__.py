@@ -1,0 +1,1 @@
+"""FSDP optimizer state in ``torch.distributed.checkpoint`` without gathering a tensor."""
