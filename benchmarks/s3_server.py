@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EmbeddedS3", "s3_server"]
+__all__ = ["EmbeddedS3", "S3Endpoint", "s3_server"]
 
 ACCESS_KEY = "benchmark"
 SECRET_KEY = "benchmark-secret"
@@ -42,48 +42,61 @@ BUCKET = "bucket"
 
 
 @dataclass(frozen=True)
-class EmbeddedS3:
-    """Where a running server is and what clients need to talk to it.
+class S3Endpoint:
+    """Where an S3 server is and what clients need to talk to it (path-style addresses).
 
     ``storage_options`` are s3fs's; ``obstore_options`` are keyword arguments of
     ``obstore.store.S3Store``; ``boto3_options`` those of ``boto3.client("s3", ...)``.
     """
 
     endpoint_url: str
-    pid: int
     bucket: str = BUCKET
+    access_key: str = ACCESS_KEY
+    secret_key: str = SECRET_KEY
+    region: str = REGION
 
     @property
     def storage_options(self) -> dict[str, Any]:
         return {
-            "key": ACCESS_KEY,
-            "secret": SECRET_KEY,
+            "key": self.access_key,
+            "secret": self.secret_key,
             "endpoint_url": self.endpoint_url,
-            "client_kwargs": {"region_name": REGION},
+            "client_kwargs": {"region_name": self.region},
         }
 
     @property
     def obstore_options(self) -> dict[str, Any]:
         return {
-            "access_key_id": ACCESS_KEY,
-            "secret_access_key": SECRET_KEY,
+            "access_key_id": self.access_key,
+            "secret_access_key": self.secret_key,
             "endpoint": self.endpoint_url,
-            "region": REGION,
+            "region": self.region,
             "client_options": {"allow_http": True},
         }
 
     @property
     def boto3_options(self) -> dict[str, Any]:
         return {
-            "aws_access_key_id": ACCESS_KEY,
-            "aws_secret_access_key": SECRET_KEY,
+            "aws_access_key_id": self.access_key,
+            "aws_secret_access_key": self.secret_key,
             "endpoint_url": self.endpoint_url,
-            "region_name": REGION,
+            "region_name": self.region,
         }
 
     def url(self, path: str) -> str:
         """``s3://`` address of ``path`` in the server's bucket."""
         return f"s3://{self.bucket}/{path}"
+
+    def behind(self, proxy_url: str) -> S3Endpoint:
+        """The same server reached at another address (a proxy's)."""
+        return S3Endpoint(proxy_url, self.bucket, self.access_key, self.secret_key, self.region)
+
+
+@dataclass(frozen=True)
+class EmbeddedS3(S3Endpoint):
+    """The benchmark server while it runs; ``pid`` is its process."""
+
+    pid: int = 0
 
     def configure(self, *, latency: float = 0.0, bandwidth: float | None = None) -> None:
         """Set seconds of delay a request, and bytes a second over all connections (None: no limit).
@@ -139,7 +152,7 @@ def s3_server(
         if not line.startswith("http://"):
             raise RuntimeError(f"the S3 server did not start within {start_timeout} s: {line!r}")
         killer.cancel()
-        yield EmbeddedS3(line.strip(), process.pid)
+        yield EmbeddedS3(line.strip(), pid=process.pid)
     finally:
         killer.cancel()
         process.kill()
