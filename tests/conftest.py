@@ -1,0 +1,11 @@
+"""Shared by all tests: worker ranks end with the session."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import close_pools
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    close_pools()
