@@ -84,13 +84,15 @@ def _inside(rank: int, world_size: int) -> dict[str, torch.Size]:
     return {
         name.replace("_fsdp_wrapped_module.", ""): optim.state[parameter]["exp_avg"].shape
         for name, parameter in model.named_parameters()
+        if parameter in optim.state  # a rank has no state for a parameter that it holds none of
     }
 
 
 def test_parameters_outside_fsdp_keep_their_shape() -> None:
-    for shapes in run_ranks(_inside, 2):
-        want = _shapes("mlp")
-        assert shapes.keys() == want.keys()
+    want = _shapes("mlp")
+    ranks = run_ranks(_inside, 2)
+    assert ranks[0].keys() | ranks[1].keys() == want.keys()
+    for shapes in ranks:
         for fqn, shape in shapes.items():
             assert (len(shape) == 1) == (fqn.startswith("blocks.") or fqn.endswith("bias"))
             if not fqn.startswith("blocks."):
