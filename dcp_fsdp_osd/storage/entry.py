@@ -1,0 +1,436 @@
+"""One item's bytes in a file: the ``torch.save`` zip around a tensor's raw payload.
+
+`torch.load` and stock DCP readers read an entry as any file of ``torch.save``; we address its
+payload directly.  An entry is written without copying the payload and without the zip's CRC-32 of
+it (stored as 0; `torch.load` does not look at it, ``unzip -t`` does)::
+
+    header   local headers and data of archive/data.pkl and archive/byteorder, then the local
+             header of archive/data/0, padded so that the payload is 64-byte aligned in the file
+    payload  the elements, row-major, little-endian
+    trailer  archive/.dcp_fsdp_osd/crc (the block table), archive/version, the zip's directory
+
+The block table is little-endian uint32: the checksum of the header, then that of each block of the
+payload.  A checksum of the trailer itself is kept in ``.metadata``, so one chain covers each byte
+of the entry: metadata -> trailer -> header and blocks.  A read of the whole entry checks all of it;
+a read of a part checks the trailer and the blocks that it touches.
+
+All functions are pure.  Formats: PKWARE APPNOTE 6.3 (zip), pickle protocol 2; what it replaces is
+``torch.save`` / ``torch.load`` of one tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_fsdp_osd.errors import CorruptCheckpointError
+
+__all__ = [
+    "ALIGNMENT",
+    "HEAD_BYTES",
+    "TAIL_BYTES",
+    "ForeignTensor",
+    "block_size",
+    "contiguous_strides",
+    "parse_foreign",
+    "table_bytes",
+    "tensor_header",
+    "tensor_trailer",
+    "unpack_table",
+]
+
+ALIGNMENT = 64
+_TABLE_NAME = b"archive/.dcp_fsdp_osd/crc"
+_PAYLOAD_NAME = b"archive/data/0"
+_BYTEORDER = sys.byteorder.encode()
+_UTF8 = 0x0800
+_MAX32 = 0xFFFFFFFF
+_LOCAL, _CENTRAL, _END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
+_END64, _LOCATOR64 = b"PK\x06\x06", b"PK\x06\x07"
+
+# torch.save names dtypes that are older than UntypedStorage by a storage class, others by dtype.
+_STORAGE_CLASS = {
+    "bfloat16": "BFloat16Storage",
+    "bool": "BoolStorage",
+    "complex128": "ComplexDoubleStorage",
+    "complex64": "ComplexFloatStorage",
+    "float16": "HalfStorage",
+    "float32": "FloatStorage",
+    "float64": "DoubleStorage",
+    "int16": "ShortStorage",
+    "int32": "IntStorage",
+    "int64": "LongStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+}
+_CLASS_DTYPE = {value: key for key, value in _STORAGE_CLASS.items()}
+
+
+def block_size(nbytes: int) -> int:
+    """Bytes of one checksum block in a payload of `nbytes`: a power of two, 16 KiB to 1 MiB.
+
+    About 1/256 of the payload: a read that begins or ends inside an entry reads at most one block
+    more at each such end, so splitting an entry costs under 0.4 % of it, and the table 0.025 %.
+    """
+    wanted = max(nbytes >> 8, 1 << 14)
+    return min(1 << (wanted.bit_length() - 1), 1 << 20)
+
+
+def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides in elements, as torch computes them."""
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _pickled_int(value: int) -> bytes:
+    if 0 <= value < 1 << 8:
+        return b"K" + struct.pack("<B", value)
+    if 0 <= value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + struct.pack("<B", len(raw)) + raw
+
+
+def _pickled_tuple(values: Sequence[int]) -> bytes:
+    body = b"".join(map(_pickled_int, values))
+    if len(values) <= 3:
+        return body + (b")", b"\x85", b"\x86", b"\x87")[len(values)]
+    return b"(" + body + b"t"
+
+
+def _pickled_text(text: str) -> bytes:
+    raw = text.encode()
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def _tensor_pickle(dtype: str, sizes: Sequence[int], nbytes: int) -> bytes:
+    """What ``torch.save`` pickles for a contiguous CPU tensor, without the unused memo."""
+    numel = math.prod(sizes)
+    storage = _STORAGE_CLASS.get(dtype)
+    version, where, count = (
+        (b"2", b"torch\n" + storage.encode(), numel)
+        if storage
+        else (b"3", b"torch.storage\nUntypedStorage", nbytes)
+    )
+    return b"".join(
+        (
+            b"\x80\x02ctorch._utils\n_rebuild_tensor_v" + version + b"\n((",
+            _pickled_text("storage"),
+            b"c" + where + b"\n",
+            _pickled_text("0"),
+            _pickled_text("cpu"),
+            _pickled_int(count),
+            b"tQK\x00",
+            _pickled_tuple(sizes),
+            _pickled_tuple(contiguous_strides(sizes)),
+            b"\x89ccollections\nOrderedDict\n)R",
+            b"" if storage else b"ctorch\n" + dtype.encode() + b"\n",
+            b"tR.",
+        )
+    )
+
+
+@dataclass(frozen=True)
+class _Record:
+    name: bytes
+    crc: int
+    size: int
+    offset: int  # of the local header, in the entry
+
+
+def _local_header(name: bytes, crc: int, size: int, extra: bytes = b"") -> bytes:
+    stated = size
+    if size >= _MAX32:
+        extra = struct.pack("<HHQQ", 1, 16, size, size) + extra
+        stated = _MAX32
+    version = 45 if size >= _MAX32 else 20
+    return (
+        struct.pack(
+            "<4sHHHHHIIIHH",
+            _LOCAL,
+            version,
+            _UTF8,
+            0,
+            0,
+            0x21,
+            crc,
+            stated,
+            stated,
+            len(name),
+            len(extra),
+        )
+        + name
+        + extra
+    )
+
+
+def _central_header(record: _Record) -> bytes:
+    wide = b""
+    size = record.size
+    offset = record.offset
+    if size >= _MAX32:
+        wide += struct.pack("<QQ", size, size)
+        size = _MAX32
+    if offset >= _MAX32:
+        wide += struct.pack("<Q", offset)
+        offset = _MAX32
+    extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
+    version = 45 if wide else 20
+    return (
+        struct.pack(
+            "<4sHHHHHHIIIHHHHHII",
+            _CENTRAL,
+            version,
+            version,
+            _UTF8,
+            0,
+            0,
+            0x21,
+            record.crc,
+            size,
+            size,
+            len(record.name),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+            offset,
+        )
+        + record.name
+        + extra
+    )
+
+
+def tensor_header(dtype: str, sizes: Sequence[int], nbytes: int, offset: int) -> bytes:
+    """All bytes of an entry before its payload, for an entry that begins `offset` into its file."""
+    parts = b""
+    for name, data in (
+        (b"archive/data.pkl", _tensor_pickle(dtype, sizes, nbytes)),
+        (b"archive/byteorder", _BYTEORDER),
+    ):
+        parts += _local_header(name, zlib.crc32(data), len(data)) + data
+    bare = len(parts) + len(_local_header(_PAYLOAD_NAME, 0, nbytes)) + 4  # 4: the padding's header
+    padding = -(offset + bare) % ALIGNMENT
+    # "FB" is the tag that torch's own alignment padding has.
+    extra = struct.pack("<2sH", b"FB", padding) + b"\0" * padding
+    return parts + _local_header(_PAYLOAD_NAME, 0, nbytes, extra)
+
+
+def tensor_trailer(header: bytes, nbytes: int, table: Sequence[int] | None) -> bytes:
+    """All bytes of an entry after its payload; `table` is the block table, or None for none."""
+    records = []
+    position = 0
+    while header[position : position + 4] == _LOCAL:
+        crc, _, size, name_size, extra_size = struct.unpack_from("<IIIHH", header, position + 14)
+        body = position + 30 + name_size + extra_size
+        name = header[position + 30 : position + 30 + name_size]
+        size = nbytes if name == _PAYLOAD_NAME else size
+        records.append(_Record(name, crc, size, position))
+        if name == _PAYLOAD_NAME:
+            break
+        position = body + size
+    begin = len(header) + nbytes
+    out = b""
+    small = [(b"archive/version", b"3\n")]
+    if table is not None:
+        small.insert(0, (_TABLE_NAME, struct.pack(f"<{len(table)}I", *table)))
+    for name, data in small:
+        record = _Record(name, zlib.crc32(data), len(data), begin + len(out))
+        records.append(record)
+        out += _local_header(name, record.crc, record.size) + data
+    directory = b"".join(map(_central_header, records))
+    return out + directory + _zip_end(len(records), len(directory), begin + len(out))
+
+
+def _zip_end(count: int, size: int, offset: int) -> bytes:
+    wide = b""
+    if offset >= _MAX32:
+        wide = struct.pack("<4sQHHIIQQQQ", _END64, 44, 45, 45, 0, 0, count, count, size, offset)
+        wide += struct.pack("<4sIQI", _LOCATOR64, 0, offset + size, 1)
+        offset = _MAX32
+    return wide + struct.pack("<4sHHHHIIH", _END, 0, 0, count, count, size, offset, 0)
+
+
+def table_bytes(nbytes: int) -> int:
+    """Length of the block table of a payload of `nbytes`, in bytes."""
+    return 4 * (1 + -(-nbytes // block_size(nbytes)))
+
+
+def unpack_table(trailer: bytes, nbytes: int) -> tuple[int, ...]:
+    """The block table in a trailer whose checksum has been found right."""
+    size = table_bytes(nbytes)
+    begin = 30 + len(_TABLE_NAME)
+    if trailer[30:begin] != _TABLE_NAME or len(trailer) < begin + size:
+        raise CorruptCheckpointError("the entry's trailer holds no table of block checksums")
+    return struct.unpack_from(f"<{size // 4}I", trailer, begin)
+
+
+# ---- entries that torch.save wrote ----
+
+HEAD_BYTES = 1 << 11
+"""How much of the beginning of a foreign entry is read to parse it."""
+TAIL_BYTES = 1 << 12
+"""How much of the end of a foreign entry is read to parse it."""
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """Where the payload of an entry that ``torch.save`` wrote lies; a contiguous plain tensor.
+
+    `payload` is the offset in the entry of the tensor's first element, `nbytes` its length.
+    """
+
+    dtype: str
+    sizes: tuple[int, ...]
+    payload: int
+    nbytes: int
+
+
+class _NotPlain(Exception):
+    """Anything that is not one contiguous strided tensor; torch.load must do."""
+
+
+@dataclass(frozen=True)
+class _Storage:
+    dtype: str | None
+    key: str
+    count: int
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Reads the pickle of one tensor into a description; constructs nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return lambda *args: args
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name in _CLASS_DTYPE:
+            return _CLASS_DTYPE[name]
+        if module == "torch.storage" and name == "UntypedStorage":
+            return None
+        if module == "torch" and name.replace("_", "").isalnum() and name.islower():
+            return name  # a dtype; the caller checks that it is one
+        raise _NotPlain
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        kind, dtype, key, _, count = pid
+        if kind != "storage":
+            raise _NotPlain
+        return _Storage(dtype, key, count)
+
+
+def parse_foreign(
+    head: bytes, tail: bytes, length: int, itemsizes: dict[str, int]
+) -> ForeignTensor | None:
+    """Find the payload in an entry of ``torch.save``.
+
+    `head` and `tail` are the first and last bytes of an entry of `length` bytes (overlapping, or
+    all of it, where it is short).  None means that the entry has to go through ``torch.load``: a
+    legacy file, a subclass, a strided tensor, other byte order, or a directory that is not in the
+    tail.  No byte of the entry is trusted: what is returned lies inside of it.
+    """
+    try:
+        records = _directory(tail, length)
+        prefix = next(n for n in records if n.endswith(b"/data.pkl")).removesuffix(b"data.pkl")
+        order = records.get(prefix + b"byteorder")
+        if order is not None and _record(head, *order) != _BYTEORDER:
+            return None
+        pickled = _record(head, *records[prefix + b"data.pkl"])
+        args = _TensorUnpickler(io.BytesIO(pickled)).load()
+        # v2 and v3 take more arguments for conjugate and negative views: not plain.
+        storage, start, sizes, strides, _, hooks, *named = args
+        if hooks or len(named) != (storage.dtype is None):
+            return None
+        dtype = storage.dtype or named[0]
+        itemsize = itemsizes[dtype]
+        if tuple(strides) != contiguous_strides(sizes) and math.prod(sizes) > 1:
+            return None
+        offset, size = records[prefix + b"data/" + storage.key.encode()]
+        name_size, extra_size = struct.unpack_from("<HH", head, offset + 26)
+        nbytes = math.prod(sizes) * itemsize
+        begin = offset + 30 + name_size + extra_size + start * itemsize
+        if start < 0 or min(sizes, default=0) < 0 or (start * itemsize + nbytes) > size:
+            return None
+        if head[offset : offset + 4] != _LOCAL or begin + nbytes > length:
+            return None
+        return ForeignTensor(dtype, tuple(sizes), begin, nbytes)
+    except (
+        _NotPlain, AttributeError, EOFError, IndexError, KeyError, StopIteration, TypeError,
+        UnicodeError, ValueError, pickle.UnpicklingError, struct.error,
+    ):  # fmt: skip
+        return None
+
+
+def _record(head: bytes, offset: int, size: int) -> bytes:
+    if head[offset : offset + 4] != _LOCAL:
+        raise ValueError
+    name_size, extra_size = struct.unpack_from("<HH", head, offset + 26)
+    begin = offset + 30 + name_size + extra_size
+    if begin + size > len(head):
+        raise ValueError
+    return head[begin : begin + size]
+
+
+def _directory(tail: bytes, length: int) -> dict[bytes, tuple[int, int]]:
+    """Record name -> (offset of its local header, size), from the zip's directory."""
+    end = tail.rfind(_END)
+    if end < 0:
+        raise ValueError
+    count, size, offset = struct.unpack_from("<HII", tail, end + 10)
+    locator = end - 20
+    if locator >= 0 and tail[locator : locator + 4] == _LOCATOR64:
+        (where,) = struct.unpack_from("<Q", tail, locator + 8)
+        wide = where - (length - len(tail))
+        if wide < 0 or tail[wide : wide + 4] != _END64:
+            raise ValueError
+        count, size, offset = struct.unpack_from("<QQQ", tail, wide + 32)
+    position = offset - (length - len(tail))
+    if position < 0 or position + size > len(tail):
+        raise ValueError
+    records = {}
+    for _ in range(count):
+        if tail[position : position + 4] != _CENTRAL:
+            raise ValueError
+        method, usize, name_size, extra_size, comment = (
+            struct.unpack_from("<H", tail, position + 10)[0],
+            struct.unpack_from("<I", tail, position + 24)[0],
+            *struct.unpack_from("<HHH", tail, position + 28),
+        )
+        (offset,) = struct.unpack_from("<I", tail, position + 42)
+        name = tail[position + 46 : position + 46 + name_size]
+        extra = tail[position + 46 + name_size : position + 46 + name_size + extra_size]
+        usize, offset = _widen(extra, usize, offset)
+        if method == 0:
+            records[name] = (offset, usize)
+        position += 46 + name_size + extra_size + comment
+    return records
+
+
+def _widen(extra: bytes, usize: int, offset: int) -> tuple[int, int]:
+    position = 0
+    while position + 4 <= len(extra):
+        tag, size = struct.unpack_from("<HH", extra, position)
+        if tag == 1:
+            values = list(struct.unpack_from(f"<{size // 8}Q", extra, position + 4))
+            if usize == _MAX32 and values:
+                usize = values.pop(0)
+                if values and len(values) > (offset == _MAX32):
+                    values.pop(0)  # the compressed size
+            if offset == _MAX32 and values:
+                offset = values.pop(0)
+        position += 4 + size
+    return usize, offset

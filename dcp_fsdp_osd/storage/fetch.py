@@ -1,0 +1,425 @@
+"""Runs a load plan: the read side's execution.
+
+:class:`Fetcher` owns everything between the plan and the planner's destinations.  The caller's
+thread plans, resolves destinations, scatters and commits; pool threads read and checksum.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from dcp_fsdp_osd.errors import CorruptCheckpointError
+from dcp_fsdp_osd.storage.checksum import BlockHasher, Checksum
+from dcp_fsdp_osd.storage.entry import HEAD_BYTES, TAIL_BYTES
+from dcp_fsdp_osd.storage.memory import DTYPES, ScratchPool, view_bytes
+from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo
+from dcp_fsdp_osd.storage.progress import Progress
+from dcp_fsdp_osd.storage.ranges import Fetch, Segment, coalesce
+from dcp_fsdp_osd.storage.session import Session
+from dcp_fsdp_osd.storage.transfer import Budget, Pool, Stats
+from dcp_fsdp_osd.storage.unpack import (
+    Entry,
+    Index,
+    Item,
+    TensorEntry,
+    WholeEntry,
+    foreign_entry,
+    tensor_entry,
+)
+
+__all__ = ["Fetcher"]
+
+READ_BYTES = 8 << 20
+"""Longest range of one request."""
+_WHOLE = 1 << 14  # foreign entries up to this are read whole rather than parsed first
+_CHECK_SIZE = 64 << 20  # what is held whole is checked against the file's size above this
+_ALIGN = 64
+
+
+@dataclass
+class _Landing:
+    """A piece that lands in a buffer and is moved on from there: to `item` at byte `dest`."""
+
+    item: Item
+    dest: int
+    start: int  # in the buffer
+    end: int
+
+
+@dataclass
+class _Job:
+    """One request under way.
+
+    Attributes:
+        views: the memory that it fills, in order; slices of it belong to the segments in order.
+        shares: for each segment, the range of `views` that is its own.
+        landings: what to move on from `buffer` afterwards.
+        crcs: what the thread computed: (entry, block or -1 for header) -> checksum.
+        around: bytes of headers and trailers that were read, by segment.
+    """
+
+    fetch: Fetch
+    views: list[memoryview] = field(default_factory=list)
+    shares: list[tuple[int, int]] = field(default_factory=list)
+    landings: list[_Landing] = field(default_factory=list)
+    buffer: torch.Tensor | None = None
+    charge: int = 0
+    blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    around: list[tuple[Segment, bytes]] = field(default_factory=list)
+
+
+class Fetcher:
+    """One call of ``read_data``.  Use once, from one thread."""
+
+    def __init__(
+        self,
+        session: Session,
+        metadata: Metadata,
+        planner: LoadPlanner,
+        *,
+        stats: Stats,
+        checksum: Checksum | None,
+        allow_pickle: bool,
+        max_inflight: int,
+        stall: float,
+        progress: bool,
+    ) -> None:
+        self._session = session
+        self._index = Index(metadata)
+        self._planner = planner
+        self._stats = stats
+        self._checksum = checksum
+        self._allow_pickle = allow_pickle
+        self._max_inflight = max_inflight
+        self._stall = stall
+        self._progress = progress
+        self._limits = session.store.limits
+        room = max_inflight // (1 + self._limits.read_copies)
+        self._limit = max(min(READ_BYTES, room) // _ALIGN * _ALIGN, _ALIGN)
+        self._budget = Budget(max_inflight, stats)
+        self._scratch = ScratchPool(
+            self._limit, max_inflight // self._limit + 1, torch.cuda.is_available()
+        )
+        self._entries: list[Entry] = []
+        self._items: list[Item] = []
+
+    def run(self, reads: Sequence[ReadItem]) -> None:
+        """Read all items and commit each to the planner."""
+        session = self._session
+        threads = session.config.concurrency
+        with Pool(threads, stall=self._stall, what=f"{session.url}: read") as self._pool:
+            wanted = self._plan(reads)
+            fetches = coalesce(wanted, gap=self._limits.gap, limit=self._limit)
+            total = sum(fetch.end - fetch.start for fetch in fetches)
+            with Progress(
+                f"load {session.url}", total, rank=session.rank, enabled=self._progress
+            ) as self._bar:
+                for fetch in fetches:
+                    self._start(fetch, ahead=2 * threads)
+                while self._pool.pending:
+                    self._finish(self._pool.poll(block=True))
+
+    # ---- planning ----
+
+    def _plan(self, reads: Sequence[ReadItem]) -> list[tuple[str, Segment]]:
+        """Group items by entry, and say what to read for each.
+
+        Items that want nothing are committed here.
+        """
+        by_index: dict[object, list[ReadItem]] = {}
+        for read in reads:
+            by_index.setdefault(read.storage_index, []).append(read)
+        foreign: list[tuple[EntryInfo, list[ReadItem]]] = []
+        wanted: list[tuple[str, Segment]] = []
+        for group in by_index.values():
+            index = group[0].storage_index
+            info = self._index.entry(index)
+            number = len(self._entries)
+            if group[0].type == LoadItemType.BYTE_IO:
+                wanted += self._plan_whole(info, group)
+            elif info.kind == KIND_TENSOR:
+                entry = tensor_entry(
+                    number, info, index, self._index, verify=self._checksum is not None
+                )
+                wanted += self._plan_tensor(entry, group)
+            elif info.kind is not None or info.length <= _WHOLE:
+                wanted += self._plan_whole(info, group)
+            else:
+                foreign.append((info, group))
+        for (info, group), (head, tail) in zip(foreign, self._read_ends(foreign), strict=True):
+            fqn = group[0].storage_index.fqn
+            parsed = foreign_entry(len(self._entries), info, fqn, head, tail)
+            if parsed is None:
+                wanted += self._plan_whole(info, group)
+            else:
+                wanted += self._plan_tensor(parsed, group)
+        return wanted
+
+    def _plan_whole(self, info: EntryInfo, group: list[ReadItem]) -> list[tuple[str, Segment]]:
+        entry = WholeEntry(len(self._entries), info, group[0].storage_index.fqn)
+        entry.items = [Item(read, entry) for read in group]
+        self._entries.append(entry)
+        self._stats.add(needed=info.length)
+        if info.length > _CHECK_SIZE:
+            self._check_size(entry)
+        return [(info.name, segment) for segment in entry.plan(self._limit)]
+
+    def _plan_tensor(self, entry: TensorEntry, group: list[ReadItem]) -> list[tuple[str, Segment]]:
+        first = len(self._items)
+        entry.items = [Item(read, entry) for read in group]
+        self._items += entry.items
+        self._entries.append(entry)
+        found = entry.plan(list(enumerate(entry.items, first)), self._limit)
+        for item in entry.items:
+            self._stats.add(needed=item.left)
+            if item.left == 0:
+                item.resolve(self._planner, entry.dtype)
+                item.commit(self._planner)
+        entry.items = [item for item in entry.items if item.left]
+        return [(entry.info.name, segment) for segment in found]
+
+    def _check_size(self, entry: Entry) -> None:
+        """Do not allocate for an entry that the file cannot hold."""
+        info = entry.info
+        store = self._session.store
+        try:
+            size = self._session.call(lambda: store.size(info.name), "size", self._stats)
+        except FileNotFoundError:
+            size = 0
+        if info.offset + info.length > size:
+            raise CorruptCheckpointError(
+                f"{self._session.url}: rank {self._session.rank}: {entry.where()}: the file has "
+                f"only {size} bytes"
+            )
+
+    def _read_ends(
+        self, foreign: list[tuple[EntryInfo, list[ReadItem]]]
+    ) -> list[tuple[bytes, bytes]]:
+        """The first and last bytes of entries that stock wrote, in a few requests."""
+        ends = []
+        for number, (info, _) in enumerate(foreign):
+            begin, end = info.offset, info.offset + info.length
+            ends.append((info.name, Segment(begin, begin + HEAD_BYTES, number, 0, ())))
+            ends.append((info.name, Segment(end - TAIL_BYTES, end, number, 1, ())))
+        found: list[list[bytes]] = [[b"", b""] for _ in foreign]
+
+        def read(fetch: Fetch) -> tuple[Fetch, bytes]:
+            data = bytearray(fetch.end - fetch.start)
+            info, group = foreign[fetch.segments[0].entry]
+            self._read_range(
+                fetch, [memoryview(data)], f"{info.name}: {group[0].storage_index.fqn}"
+            )
+            return fetch, bytes(data)
+
+        def collect(results: list[tuple[Fetch, bytes]]) -> None:
+            for fetch, data in results:
+                self._budget.release(len(data) * (1 + self._limits.read_copies))
+                self._stats.add(bytes=len(data))
+                for part in fetch.segments:
+                    start = part.start - fetch.start
+                    found[part.entry][part.origin] = data[start : start + part.end - part.start]
+
+        for fetch in coalesce(ends, gap=self._limits.gap, limit=self._limit):
+            count = (fetch.end - fetch.start) * (1 + self._limits.read_copies)
+            while not self._budget.try_acquire(count):
+                collect(self._pool.wait_for_one(count, self._budget))
+            self._pool.submit(partial(read, fetch))
+        collect(self._pool.drain())
+        return [(head, tail) for head, tail in found]
+
+    # ---- reading ----
+
+    def _start(self, fetch: Fetch, ahead: int) -> None:
+        """Lay out the memory that the request fills, and submit it."""
+        while self._pool.pending >= ahead:
+            self._finish(self._pool.poll(block=True))
+        self._finish(self._pool.poll(block=False))
+        job = _Job(fetch)
+        parts: list[memoryview | tuple[int, int]] = []
+        used = 0
+
+        def stage(size: int) -> tuple[int, int]:
+            nonlocal used
+            begin = used + -used % _ALIGN
+            used = begin + size
+            parts.append((begin, used))
+            return begin, used
+
+        position = fetch.start
+        for segment in fetch.segments:
+            if segment.start > position:
+                stage(segment.start - position)
+            first = len(parts)
+            self._lay_out(segment, job, parts, stage)
+            job.shares.append((first, len(parts)))
+            position = segment.end
+        job.charge = used + self._limits.read_copies * (fetch.end - fetch.start)
+        while not self._budget.try_acquire(job.charge):
+            self._finish(self._pool.wait_for_one(job.charge, self._budget))
+        whole = memoryview(b"")
+        if used:
+            job.buffer = self._scratch.take(used)
+            whole = view_bytes(job.buffer)
+        job.views = [whole[p[0] : p[1]] if isinstance(p, tuple) else p for p in parts]
+        self._pool.submit(partial(self._read, job))
+
+    def _lay_out(
+        self,
+        segment: Segment,
+        job: _Job,
+        parts: list[memoryview | tuple[int, int]],
+        stage: Callable[[int], tuple[int, int]],
+    ) -> None:
+        entry = self._entries[segment.entry]
+        if isinstance(entry, WholeEntry):
+            if entry.data is None:
+                entry.data = bytearray(entry.info.length)
+            at = segment.start - entry.info.offset
+            parts.append(memoryview(entry.data)[at : at + segment.end - segment.start])
+            return
+        assert isinstance(entry, TensorEntry)
+        if segment.origin < 0:
+            stage(segment.end - segment.start)
+            return
+        for piece in segment.pieces:
+            self._items[piece.key].resolve(self._planner, entry.dtype)
+        at, end = segment.start - segment.origin, segment.end - segment.origin
+        if any(b.start < a.end for a, b in itertools.pairwise(segment.pieces)):
+            # Two items want the same bytes: land them once and copy to both.
+            begin, _ = stage(end - at)
+            for piece in segment.pieces:
+                start = begin + piece.start - at
+                job.landings.append(
+                    _Landing(
+                        self._items[piece.key], piece.dest, start, start + piece.end - piece.start
+                    )
+                )
+            return
+        for piece in segment.pieces:
+            if piece.start > at:
+                stage(piece.start - at)
+            item = self._items[piece.key]
+            size = piece.end - piece.start
+            if item.view is not None:
+                parts.append(item.view[piece.dest : piece.dest + size])
+            else:
+                job.landings.append(_Landing(item, piece.dest, *stage(size)))
+            at = piece.end
+        if at < end:
+            stage(end - at)
+
+    def _read(self, job: _Job) -> _Job:
+        """On a pool thread: fill the views, and compute the checksums while they are in cache."""
+        fetch = job.fetch
+        self._read_range(fetch, job.views, self._entries[fetch.segments[0].entry].where())
+        checksum = self._checksum
+        for segment, (first, last) in zip(fetch.segments, job.shares, strict=True):
+            entry = self._entries[segment.entry]
+            if checksum is None or not isinstance(entry, TensorEntry) or not entry.block:
+                continue
+            if segment.origin < 0:
+                job.around.append((segment, bytes(job.views[first])))
+                continue
+            hasher = BlockHasher(checksum, entry.block)
+            for view in job.views[first:last]:
+                hasher.update(view)
+            block = (segment.start - segment.origin) // entry.block
+            job.blocks.append((segment.entry, block, hasher.finish()))
+        return job
+
+    def _read_range(self, fetch: Fetch, views: list[memoryview], where: str) -> None:
+        session = self._session
+        try:
+            session.call(
+                lambda: session.store.read_into(fetch.name, fetch.start, views),
+                f"read {fetch.name} bytes {fetch.start} to {fetch.end}",
+                self._stats,
+                self._pool.stopped,
+            )
+        except (EOFError, FileNotFoundError) as error:
+            problem = (
+                "the file is missing"
+                if isinstance(error, FileNotFoundError)
+                else f"the file is shorter than byte {fetch.end} ({error})"
+            )
+            raise CorruptCheckpointError(
+                f"{session.url}: rank {session.rank}: {where}: {problem}. The checkpoint is "
+                "incomplete; load another one."
+            ) from error
+
+    # ---- landing ----
+
+    def _finish(self, jobs: Iterable[_Job]) -> None:
+        for job in jobs:
+            self._land(job)
+            fetch = job.fetch
+            size = fetch.end - fetch.start
+            self._budget.release(job.charge)
+            self._stats.add(bytes=size)
+            self._bar.add(size)
+            for number, first, crcs in job.blocks:
+                entry = self._entries[number]
+                assert isinstance(entry, TensorEntry)
+                entry.crcs.update(enumerate(crcs, first))
+            for segment, data in job.around:
+                entry = self._entries[segment.entry]
+                assert isinstance(entry, TensorEntry) and self._checksum is not None
+                if segment.start == entry.info.offset:
+                    entry.crcs[-1] = self._checksum.extend(0, data)
+                else:
+                    entry.trailer = data
+            for segment in fetch.segments:
+                entry = self._entries[segment.entry]
+                entry.left -= 1
+                if entry.left == 0:
+                    self._complete(entry)
+
+    def _land(self, job: _Job) -> None:
+        """Move on what could not land in its destination, and give the buffer back."""
+        if job.buffer is None:
+            return
+        devices = set()
+        for landing in job.landings:
+            item = landing.item
+            assert isinstance(item.entry, TensorEntry)
+            flat = job.buffer[landing.start : landing.end].view(DTYPES[item.entry.dtype])
+            item.land(landing.dest, flat)
+            if item.tensor is not None and not item.tensor.is_cpu:
+                devices.add(item.tensor.device)
+        for device in devices:
+            # The buffer is filled again by threads that know nothing of streams.
+            event = torch.Event(device)
+            event.record()
+            event.synchronize()
+        self._scratch.give(job.buffer)
+        job.buffer = None
+
+    def _complete(self, entry: Entry) -> None:
+        """All of an entry is here: check it, then hand it to the planner."""
+        try:
+            checked = isinstance(entry, WholeEntry) or (
+                isinstance(entry, TensorEntry) and entry.block
+            )
+            if self._checksum is not None and checked:
+                entry.check(self._checksum)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(
+                f"{self._session.url}: rank {self._session.rank}: {error}"
+            ) from None
+        if isinstance(entry, WholeEntry):
+            if entry.items[0].read.type == LoadItemType.BYTE_IO:
+                entry.deliver_bytes(self._planner, allow_pickle=self._allow_pickle)
+            else:
+                entry.deliver_tensor(self._planner, allow_pickle=self._allow_pickle)
+            entry.data = None
+        else:
+            for item in entry.items:
+                item.commit(self._planner)
+        entry.items = []

@@ -1,0 +1,169 @@
+"""Any file system that fsspec opens; S3 goes to ``s3fs_store.py``, which uploads in parallel."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.store import Commit, Limits, Store, StoreConfig, causes, scatter
+
+__all__ = ["FsspecStore", "open_fsspec"]
+
+
+def open_fsspec(config: StoreConfig) -> Store:
+    """The store of a URL that fsspec knows.
+
+    Raises:
+        StorageError: fsspec does not know the scheme, or its package is not installed.
+    """
+    try:
+        # Instances are cached by fsspec and shared; ours has its own limits and must be new in a
+        # forked process.
+        fs, path = url_to_fs(config.url, skip_instance_cache=True, **config.options)
+    except (ImportError, ValueError) as error:
+        raise StorageError(f"fsspec cannot open {config.url!r}: {error}") from error
+    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
+    if "s3" in protocols and hasattr(fs, "call_s3"):
+        from dcp_fsdp_osd.storage.s3fs_store import S3fsStore
+
+        return S3fsStore(config, fs, path)
+    return FsspecStore(fs, path)
+
+
+class FsspecStore:
+    """A folder of an fsspec file system.  Files are written as streams, several side by side."""
+
+    limits = Limits(order="stream", read_copies=1, write_copies=1, gap=1 << 17)
+
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
+        self._fs = fs
+        self._root = path.rstrip("/")
+
+    def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
+        size = sum(map(len, pieces))
+        scatter(self._fs.cat_file(self._path(name), start=offset, end=offset + size), pieces)
+
+    def read(self, name: str, limit: int) -> bytes:
+        size = self.size(name)
+        if size > limit:
+            raise StorageError(f"{name} has {size} bytes; at most {limit} are read")
+        return bytes(self._fs.cat_file(self._path(name)))
+
+    def size(self, name: str) -> int:
+        self._fs.invalidate_cache()
+        return int(self._fs.info(self._path(name))["size"])
+
+    def sizes(self) -> dict[str, int]:
+        return {
+            self._name(entry): int(entry["size"] or 0)
+            for entry in self._ls(self._root)
+            if entry["type"] == "file"
+        }
+
+    def create(self, name: str, part_size: int) -> _StreamUpload:
+        self._fs.makedirs(self._root, exist_ok=True)
+        return _StreamUpload(self._fs, self._path(name), part_size)
+
+    def put(self, name: str, data: bytes, *, exclusive: bool) -> None:
+        path = self._path(name)
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._fs.invalidate_cache()
+        # fsspec has no conditional write that all file systems keep to.
+        if exclusive and self._fs.exists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        if isinstance(self._fs, LocalFileSystem):  # its pipe_file is not atomic
+            self._fs.pipe_file(f"{path}.tmp", data)
+            os.replace(f"{path}.tmp", path)  # noqa: PTH105
+        else:
+            self._fs.pipe_file(path, data)
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(name))
+
+    def commits(self) -> list[Commit]:
+        found = []
+        for entry in self._ls(self._root):
+            if entry["type"] == "directory":
+                path = f"{entry['name'].rstrip('/')}/.metadata"
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.info(path)
+                    found.append(Commit(self._name(entry), self._modified(path)))
+        return found
+
+    def is_transient(self, error: BaseException) -> bool:
+        return any(
+            isinstance(cause, ConnectionError | TimeoutError | InterruptedError)
+            or type(cause).__module__.partition(".")[0] == "aiohttp"
+            or int_or_zero(getattr(cause, "status", getattr(cause, "code", 0)))
+            in (408, 429, 500, 502, 503, 504)
+            for cause in causes(error)
+        )
+
+    def close(self) -> None:
+        pass
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _name(self, entry: dict[str, Any]) -> str:
+        return str(entry["name"]).rstrip("/").rpartition("/")[2]
+
+    def _ls(self, path: str) -> list[dict[str, Any]]:
+        self._fs.invalidate_cache()
+        try:
+            return list(self._fs.ls(path, detail=True))
+        except FileNotFoundError:
+            return []
+
+    def _modified(self, path: str) -> float:
+        try:
+            return float(self._fs.modified(path).timestamp())
+        except NotImplementedError:
+            return 0.0
+
+
+def int_or_zero(value: object) -> int:
+    """A number, if it is one: clients put all kinds of things into `status` and `code`."""
+    try:
+        return int(value)  # type: ignore[call-overload, no-any-return]
+    except (TypeError, ValueError):
+        return 0
+
+
+class _StreamUpload:
+    def __init__(self, fs: AbstractFileSystem, path: str, part_size: int) -> None:
+        self._fs = fs
+        self._path = path
+        self._file = fs.open(path, "wb", block_size=part_size)
+        self._written = 0
+
+    def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
+        if offset != self._written:
+            raise StorageError(f"{self._path}: expected bytes from {self._written}, not {offset}")
+        for piece in pieces:
+            self._file.write(piece)
+            self._written += len(piece)
+
+    def complete(self, size: int) -> None:
+        if size != self._written:
+            raise StorageError(f"{self._path} has {self._written} bytes, expected {size} written")
+        self._file.close()
+
+    def abort(self) -> None:
+        # Closing would upload what there is, and so would garbage collection.
+        with contextlib.suppress(Exception):
+            self._file.discard()
+        with contextlib.suppress(Exception):
+            self._file.closed = True
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path)

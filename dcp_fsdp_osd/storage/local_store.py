@@ -1,0 +1,171 @@
+"""Files of a local (or mounted) file system, by positional reads and writes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig
+
+__all__ = ["LocalStore"]
+
+_IOV_MAX = 1024  # pieces of one preadv or pwritev, on Linux and macOS
+# Linux moves at most 2 GiB - 4 KiB in one call; the loops below continue after a short transfer.
+
+
+class LocalStore:
+    """A folder.  With ``fsync`` each file and folder entry is on the disk before it is relied on.
+
+    Read errors are not retried: the kernel has already done so.
+    """
+
+    limits = Limits(order="any", read_copies=0, write_copies=0, gap=1 << 12)
+
+    def __init__(self, config: StoreConfig) -> None:
+        path = re.sub(r"^(file|local)://", "", config.url)
+        self._root = Path(path)
+        self._fsync = config.fsync
+
+    def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
+        fd = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _transfer(fd, offset, pieces, reading=True)
+        finally:
+            os.close(fd)
+
+    def read(self, name: str, limit: int) -> bytes:
+        size = self.size(name)
+        if size > limit:
+            raise StorageError(f"{name} has {size} bytes; at most {limit} are read")
+        data = bytearray(size)
+        self.read_into(name, 0, [memoryview(data)])
+        return bytes(data)
+
+    def size(self, name: str) -> int:
+        return (self._root / name).stat().st_size
+
+    def sizes(self) -> dict[str, int]:
+        if not self._root.is_dir():
+            return {}
+        with os.scandir(self._root) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+    def create(self, name: str, part_size: int) -> _LocalUpload:
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _LocalUpload(path, self._fsync)
+
+    def put(self, name: str, data: bytes, *, exclusive: bool) -> None:
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+        upload = _LocalUpload(temporary, self._fsync)
+        try:
+            upload.write(0, [memoryview(data)])
+            upload.complete(len(data))
+            if exclusive:
+                _rename_exclusive(temporary, path)
+            else:
+                temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                temporary.unlink()
+            raise
+        if self._fsync:
+            _sync_folder(path.parent)
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                (self._root / name).unlink()
+
+    def commits(self) -> list[Commit]:
+        found = []
+        if self._root.is_dir():
+            for path in self._root.iterdir():
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    found.append(Commit(path.name, (path / ".metadata").stat().st_mtime_ns / 1e9))
+        return found
+
+    def is_transient(self, error: BaseException) -> bool:
+        return isinstance(error, InterruptedError | TimeoutError | ConnectionError)
+
+    def close(self) -> None:
+        pass
+
+
+class _LocalUpload:
+    def __init__(self, path: Path, fsync: bool) -> None:
+        self._path = path
+        self._fsync = fsync
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
+        _transfer(self._fd, offset, pieces, reading=False)
+
+    def complete(self, size: int) -> None:
+        found = os.fstat(self._fd).st_size
+        if found != size:
+            raise StorageError(f"{self._path.name} has {found} bytes, expected {size} written")
+        if self._fsync:
+            os.fsync(self._fd)
+        os.close(self._fd)
+        if self._fsync:
+            _sync_folder(self._path.parent)
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+
+
+def _transfer(fd: int, offset: int, pieces: Sequence[memoryview], *, reading: bool) -> None:
+    todo = [piece for piece in pieces if len(piece)]
+    first = 0
+    while first < len(todo):
+        batch = todo[first : first + _IOV_MAX]
+        done = os.preadv(fd, batch, offset) if reading else os.pwritev(fd, batch, offset)
+        if done == 0:
+            if reading:
+                raise EOFError(f"the file ends at byte {os.fstat(fd).st_size}")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        offset += done
+        for piece in batch:
+            if done < len(piece):
+                todo[first] = piece[done:]
+                break
+            done -= len(piece)
+            first += 1
+
+
+def _rename_exclusive(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)  # atomic, and fails where the target exists
+    except FileExistsError:
+        raise
+    except OSError:
+        # No hard links here (some network and FUSE file systems): not atomic against a second
+        # writer, still atomic for readers.
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        source.replace(target)
+    else:
+        source.unlink()
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not possible on this file system
+            raise
+    finally:
+        os.close(fd)

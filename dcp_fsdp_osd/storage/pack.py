@@ -1,0 +1,304 @@
+"""From the items of a save plan to the chunks of files: the save side's layout and its bytes.
+
+The caller's thread walks a file's chunks with :func:`pack`; threads write them.  A chunk's pieces
+are views of the tensors' own memory where that is contiguous CPU memory, else of scratch buffers
+that hold one chunk's worth at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.checksum import BlockHasher, Checksum
+from dcp_fsdp_osd.storage.entry import block_size, tensor_header, tensor_trailer
+from dcp_fsdp_osd.storage.memory import ScratchPool, copy_flat_range, is_plain, view_bytes
+from dcp_fsdp_osd.storage.metadata import (
+    KIND_BYTES,
+    KIND_OPAQUE,
+    KIND_TENSOR,
+    EntryInfo,
+    storage_info,
+)
+
+__all__ = ["Chunk", "FilePlan", "pack", "plan_files"]
+
+SMALL = 1 << 16
+"""Items below this many bytes are laid side by side at the start of a rank's first file."""
+_JOIN = 1 << 12  # payloads up to this are copied: one piece costs less than three
+_ENVELOPE = 800  # about what header and trailer take
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One file of a rank: its items in order, and about how many bytes they make."""
+
+    name: str
+    items: tuple[WriteItem, ...]
+    nbytes: int
+
+
+@dataclass
+class Chunk:
+    """Bytes of a file from `offset` on, and what has to outlive their writing.
+
+    Attributes:
+        charge: bytes taken from the budget for it.
+        scratch: buffers to give back to the pool.
+        keep: tensors whose memory `pieces` point into.
+    """
+
+    name: str
+    offset: int
+    pieces: list[memoryview] = field(default_factory=list)
+    size: int = 0
+    charge: int = 0
+    scratch: list[torch.Tensor] = field(default_factory=list)
+    keep: list[object] = field(default_factory=list)
+
+
+def item_bytes(item: WriteItem) -> int:
+    """What the plan says of an item's size; 0 where it says nothing."""
+    if item.tensor_data is not None:
+        numel = math.prod(item.tensor_data.chunk.sizes)
+        return numel * int(item.tensor_data.properties.dtype.itemsize)
+    return item.bytes_io_data.nbytes if item.bytes_io_data is not None else 0
+
+
+def plan_files(
+    items: Sequence[WriteItem], *, prefix: str, save_id: str, files: int, least: int
+) -> list[FilePlan]:
+    """Spread `items` over at most `files` files of at least about `least` bytes.
+
+    Small items come first, in the first file: a load that wants all scalars reads one range.  The
+    others keep their order, cut where the bytes are even: neighbours in the plan (a flat tensor's
+    boxes) stay neighbours on the disk, so that a load at another layout reads long ranges.
+    """
+    sizes = {id(item): item_bytes(item) for item in items}
+    is_small = {
+        id(item): item.type == WriteItemType.BYTE_IO or sizes[id(item)] < SMALL for item in items
+    }
+    ordered = sorted(items, key=lambda item: not is_small[id(item)])
+    total = sum(sizes.values()) + _ENVELOPE * len(items)
+    count = max(1, min(files, total // max(least, 1)))
+    groups: list[list[WriteItem]] = [[] for _ in range(count)]
+    filled = [0] * count
+    position = 0
+    for item in ordered:
+        size = sizes[id(item)] + _ENVELOPE
+        # The file in which the item's middle falls when the files are cut evenly.
+        index = 0 if is_small[id(item)] else min(count - 1, (position + size // 2) * count // total)
+        groups[index].append(item)
+        filled[index] += size
+        position += size
+    return [
+        FilePlan(f"{prefix}{number}_{save_id}.distcp", tuple(group), nbytes)
+        for number, (group, nbytes) in enumerate(zip(groups, filled, strict=True))
+        if group
+    ]
+
+
+def pack(
+    plan: FilePlan,
+    planner: SavePlanner,
+    *,
+    part_size: int,
+    copies: int,
+    checksum: Checksum | None,
+    scratch: ScratchPool,
+    reserve: Callable[[int], None],
+    results: list[WriteResult],
+) -> Iterator[Chunk]:
+    """The file as chunks of exactly `part_size` bytes (a multiple of 64) but the last.
+
+    Each item is resolved when its turn comes.  `reserve(n)` is called before n bytes of buffers
+    are filled, and may wait; the consumer of a chunk gives its `charge` back.  An item's result is
+    appended to `results` when its last chunk has been yielded or is about to be.
+    """
+    packer = _Packer(plan.name, part_size, copies, reserve)
+    for item in plan.items:
+        data = planner.resolve_data(item)
+        begin = packer.position
+        if isinstance(data, torch.Tensor):
+            if is_plain(data):
+                entry = yield from _pack_tensor(packer, item, data, checksum, scratch)
+            else:
+                buffer = io.BytesIO()
+                torch.save(data, buffer)
+                entry = yield from _pack_bytes(packer, buffer, KIND_OPAQUE, checksum)
+        elif isinstance(data, io.BytesIO):
+            entry = yield from _pack_bytes(packer, data, KIND_BYTES, checksum)
+        else:
+            raise StorageError(
+                f"{item.index.fqn}: expected the planner to resolve a Tensor or a BytesIO, found "
+                f"{type(data).__name__}"
+            )
+        del data
+        results.append(
+            WriteResult(
+                index=item.index,
+                size_in_bytes=packer.position - begin,
+                storage_data=storage_info(entry),
+            )
+        )
+    if packer.chunk.size or packer.position == 0:
+        yield packer.chunk
+
+
+class _Packer:
+    """The chunk being filled.  `add` yields it when it is full, and begins the next."""
+
+    def __init__(
+        self, name: str, part_size: int, copies: int, reserve: Callable[[int], None]
+    ) -> None:
+        self.name = name
+        self.part_size = part_size
+        self._copies = copies
+        self.reserve = reserve
+        self.position = 0
+        self.chunk = self._begin()
+
+    def _begin(self) -> Chunk:
+        chunk = Chunk(self.name, self.position)
+        if self._copies:
+            self.charge(chunk, self._copies * self.part_size)
+        return chunk
+
+    def charge(self, chunk: Chunk, count: int) -> None:
+        self.reserve(count)
+        chunk.charge += count
+
+    @property
+    def room(self) -> int:
+        return self.part_size - self.chunk.size
+
+    def next_if_full(self) -> Iterator[Chunk]:
+        if self.room == 0:
+            yield self.chunk
+            self.chunk = self._begin()
+
+    def add(self, data: bytes | memoryview, keep: object = None) -> Iterator[Chunk]:
+        view = memoryview(data)
+        done = 0
+        while done < len(view):
+            yield from self.next_if_full()
+            piece = view[done : done + self.room]
+            self.chunk.pieces.append(piece)
+            if keep is not None:
+                self.chunk.keep.append(keep)
+            self.chunk.size += len(piece)
+            self.position += len(piece)
+            done += len(piece)
+
+
+def _pack_bytes(
+    packer: _Packer, data: io.BytesIO, kind: int, checksum: Checksum | None
+) -> Generator[Chunk, None, EntryInfo]:
+    view = data.getbuffer()
+    crc = checksum.extend(0, view) if checksum else None
+    begin = packer.position
+    yield from packer.add(view, data)
+    return EntryInfo(packer.name, begin, len(view), kind, crc)
+
+
+def _pack_tensor(
+    packer: _Packer,
+    item: WriteItem,
+    tensor: torch.Tensor,
+    checksum: Checksum | None,
+    scratch: ScratchPool,
+) -> Generator[Chunk, None, EntryInfo]:
+    tensor = tensor.detach()
+    _check_shape(item, tensor)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    nbytes = tensor.numel() * tensor.element_size()
+    begin = packer.position
+    header = tensor_header(dtype, tensor.shape, nbytes, begin)
+    hasher = BlockHasher(checksum, block_size(nbytes)) if checksum else None
+    direct = tensor.is_cpu and tensor.is_contiguous()
+    if direct and nbytes <= _JOIN:
+        view = view_bytes(tensor)
+        payload = bytes(view)
+        if hasher:
+            hasher.update(view)
+        trailer = _trailer(header, nbytes, checksum, hasher)
+        yield from packer.add(header + payload + trailer)
+    else:
+        yield from packer.add(header)
+        if direct:
+            view = view_bytes(tensor)
+            if hasher:
+                hasher.update(view)
+            yield from packer.add(view, tensor)
+        else:
+            yield from _stage(packer, tensor, hasher, scratch)
+        trailer = _trailer(header, nbytes, checksum, hasher)
+        yield from packer.add(trailer)
+    return EntryInfo(
+        name=packer.name,
+        offset=begin,
+        length=packer.position - begin,
+        kind=KIND_TENSOR,
+        crc=checksum.extend(0, trailer) if checksum else None,
+        payload=len(header),
+        nbytes=nbytes,
+        dtype=dtype,
+    )
+
+
+def _trailer(
+    header: bytes, nbytes: int, checksum: Checksum | None, hasher: BlockHasher | None
+) -> bytes:
+    if checksum is None or hasher is None:
+        return tensor_trailer(header, nbytes, None)
+    return tensor_trailer(header, nbytes, [checksum.extend(0, header), *hasher.finish()])
+
+
+def _stage(
+    packer: _Packer, tensor: torch.Tensor, hasher: BlockHasher | None, scratch: ScratchPool
+) -> Iterator[Chunk]:
+    """Row-major bytes of a tensor on another device, or with strides, through scratch buffers.
+
+    The payload begins at a multiple of 64 in the file and chunks are multiples of 64, so no element
+    is cut by the end of a chunk.
+    """
+    done, total = 0, tensor.numel()
+    while done < total:
+        yield from packer.next_if_full()
+        count = min(total - done, packer.room // tensor.element_size())
+        size = count * tensor.element_size()
+        packer.charge(packer.chunk, size)
+        buffer = scratch.take(size)
+        packer.chunk.scratch.append(buffer)
+        flat = buffer[:size].view(tensor.dtype)
+        copy_flat_range(tensor, done, flat, into_tensor=False)
+        if not tensor.is_cpu:
+            _wait_for_device(tensor)
+        view = view_bytes(flat)
+        if hasher:
+            hasher.update(view)
+        yield from packer.add(view)
+        done += count
+
+
+def _wait_for_device(tensor: torch.Tensor) -> None:
+    # The copy was queued on the current stream; the threads that write meanwhile are not held up.
+    event = torch.Event(tensor.device)
+    event.record()
+    event.synchronize()
+
+
+def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
+    expected = item.tensor_data.chunk.sizes if item.tensor_data is not None else None
+    if expected is not None and math.prod(expected) != tensor.numel():
+        raise StorageError(
+            f"{item.index.fqn} at {item.index.offset}: the plan says shape {tuple(expected)}, the "
+            f"planner resolved {tuple(tensor.shape)}; the state changed between plan and write"
+        )

@@ -1,0 +1,263 @@
+"""StreamingReader: DCP's StorageReader for a local path or any URL."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.checksum import Checksum, checksum_named
+from dcp_fsdp_osd.storage.fetch import Fetcher
+from dcp_fsdp_osd.storage.metadata import (
+    MAX_METADATA_BYTES,
+    checksum_name,
+    load_metadata,
+    metadata_name,
+)
+from dcp_fsdp_osd.storage.session import accepts, make_session
+from dcp_fsdp_osd.storage.store import Backend
+from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats
+
+__all__ = ["StreamingReader"]
+
+
+class StreamingReader(StorageReader):
+    """Reads a checkpoint from a local path or any URL that fsspec or obstore serves.
+
+    Reads what ``StreamingWriter`` and stock DCP (``FileSystemWriter``, ``FsspecWriter``) wrote.
+    Call order and ownership are those of ``torch.distributed.checkpoint.storage.StorageReader``:
+    pass it to ``dcp.load`` with any planner.  Only the byte ranges that the plan needs are read, in
+    parallel, into the destination's own memory where that is contiguous CPU memory of the saved
+    dtype.  Planner methods are called from the thread that DCP calls us in, one at a time, each
+    item's ``commit_tensor`` as soon as it is complete and verified.  When reading fails and the
+    planner has a method ``on_read_error(error)``, it is called at once.
+
+    Args:
+        path_or_url: the checkpoint's folder.  May be None when DCP is given a ``checkpoint_id``.
+        concurrency: threads that read; by default 4 for local paths and 16 for URLs.
+        max_inflight_bytes: bound of the buffers held by this rank, 4 MiB at least: the client's
+            copies, and staging for destinations that bytes cannot land in.  A byte item or a tensor
+            that only ``torch.load`` can read is held whole, whatever its size.
+        verify: check all that is read against the checksums that StreamingWriter left; reads are
+            extended to whole blocks of 16 KiB to 1 MiB.  Entries of stock DCP have none.
+        allow_pickle: unpickle whatever metadata and byte items name.  Runs code of the
+            checkpoint's author's choice.
+        backend, storage_options, stall_seconds, retry: as for ``StreamingWriter``.
+        process_group: ranks that load together: the first of them reads the metadata and hands it
+            to the others.  All of them must call ``dcp.load``.  By default each rank reads it.
+        progress: a bar on rank 0 in a terminal, log lines elsewhere.
+
+    Attributes:
+        stats: what the last load of this rank did.
+
+    Raises:
+        CorruptCheckpointError: missing, short or altered files.
+        UnsafeCheckpointError: see `allow_pickle`.
+        StorageError: anything else; all are wrapped by DCP into CheckpointException on every rank.
+    """
+
+    def __init__(
+        self,
+        path_or_url: str | os.PathLike[str] | None = None,
+        *,
+        concurrency: int | None = None,
+        max_inflight_bytes: int = 256 << 20,
+        verify: bool = True,
+        allow_pickle: bool = False,
+        backend: Backend = "auto",
+        storage_options: Mapping[str, Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        progress: bool = False,
+        stall_seconds: float = 60.0,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        super().__init__()
+        if max_inflight_bytes < 4 << 20 or (concurrency is not None and concurrency < 1):
+            raise ValueError("max_inflight_bytes must be 4 MiB at least, concurrency positive")
+        self._make_session = partial(
+            make_session,
+            backend=backend,
+            storage_options=storage_options,
+            stall_seconds=stall_seconds,
+            fsync=False,
+            concurrency=concurrency,
+            retry=retry or RetryPolicy(),
+        )
+        self._session = self._make_session(path_or_url)
+        self._max_inflight = max_inflight_bytes
+        self._verify = verify
+        self._allow_pickle = allow_pickle
+        self._group = process_group
+        self._progress = progress
+        self._stall = stall_seconds
+        self._load_id = uuid.uuid4().hex
+        self._metadata: Metadata | None = None
+        self._global_error: Exception | None = None
+        self.stats = Stats()
+
+    # ---- DCP's StorageReader, in call order ----
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load, from `checkpoint_id` if given."""
+        if checkpoint_id is not None:
+            self._session.close()
+            self._session = self._make_session(checkpoint_id)
+        self._metadata = None
+        self._global_error = None
+        self._load_id = uuid.uuid4().hex
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata; with ``rank=`` that of one rank (a save without collectives).
+
+        Collective over `process_group`, if one was given and no ``rank=``.
+        """
+        del args
+        self.stats = Stats()
+        rank = kwargs.get("rank")
+        with self._timed("metadata"):
+            if rank is not None:
+                # DCP comes here when reading the global metadata failed for whatever reason; only
+                # its absence may be answered by another file.
+                if self._global_error and not isinstance(
+                    self._global_error.__cause__, FileNotFoundError
+                ):
+                    raise self._global_error
+                data = self._read_metadata_file(rank)
+            else:
+                self._global_error = None
+                try:
+                    data = self._read_metadata_once()
+                except Exception as error:
+                    self._global_error = error
+                    raise
+            try:
+                metadata = load_metadata(
+                    data,
+                    f"{self._session.url}/{metadata_name(rank)}",
+                    allow_pickle=self._allow_pickle,
+                )
+            except Exception as error:
+                self._global_error = error
+                raise
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        if isinstance(metadata.storage_meta, StorageMeta):
+            metadata.storage_meta.load_id = self._load_id
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take the metadata to read by, and learn this rank's number on newer versions of torch."""
+        del is_coordinator, args
+        self._metadata = metadata
+        self._session.rank = kwargs.get("rank") or 0
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's items; the future is complete on return."""
+        try:
+            if self._metadata is None:
+                raise StorageError("read_data before set_up_storage_reader")
+            with self._timed("read"):
+                Fetcher(
+                    self._session,
+                    self._metadata,
+                    planner,
+                    stats=self.stats,
+                    checksum=self._checksum(self._metadata),
+                    allow_pickle=self._allow_pickle,
+                    max_inflight=self._max_inflight,
+                    stall=self._stall,
+                    progress=self._progress,
+                ).run(plan.items)
+        except BaseException as error:
+            on_read_error = getattr(planner, "on_read_error", None)
+            if callable(on_read_error):
+                on_read_error(error)
+            raise
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path or URL that is read from."""
+        return self._session.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path, or a URL of a known scheme."""
+        return accepts(checkpoint_id)
+
+    # ---- metadata ----
+
+    def _checksum(self, metadata: Metadata) -> Checksum | None:
+        name = checksum_name(metadata)
+        return checksum_named(name) if self._verify and name is not None else None
+
+    def _read_metadata_file(self, rank: int | None = None) -> bytes:
+        name = metadata_name(rank)
+        session = self._session
+        try:
+            data = session.call(
+                lambda: session.store.read(name, MAX_METADATA_BYTES), f"read {name}", self.stats
+            )
+        except FileNotFoundError as error:
+            raise StorageError(
+                f"no checkpoint at {session.url}: {name} does not exist. A save that did not "
+                "finish leaves none; dcp_fsdp_osd.storage.latest finds those that did."
+            ) from error
+        self.stats.add(bytes=len(data))
+        return data
+
+    def _read_metadata_once(self) -> bytes:
+        """The file's bytes, read by the first rank of the process group for all of it."""
+        group = self._group
+        if group is None or dist.get_world_size(group) == 1:
+            return self._read_metadata_file()
+        found: list[Any] = [None]
+        failure: Exception | None = None
+        if dist.get_rank(group) == 0:
+            try:
+                found = [self._read_metadata_file()]
+            except Exception as error:
+                # As text: not every client's error can be pickled.
+                missing = isinstance(error.__cause__, FileNotFoundError)
+                found = [(type(error).__name__, str(error), missing)]
+                failure = error
+        dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+        if failure is not None:
+            raise failure
+        if isinstance(found[0], bytes):
+            return found[0]
+        kind, text, missing = found[0]
+        raise StorageError(
+            f"rank 0 of the process group could not read the metadata: {kind}: {text}"
+        ) from (FileNotFoundError(text) if missing else None)
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stats.phase(phase, time.perf_counter() - begin)

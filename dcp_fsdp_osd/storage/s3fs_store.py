@@ -1,0 +1,297 @@
+"""S3 through s3fs: ranged GETs into the destination, multipart parts in parallel.
+
+s3fs runs one event loop in a thread of its own; our threads submit coroutines to it and wait, with
+a time limit on each request.  Retries are ours: s3fs's and botocore's are turned down, unless the
+caller configured them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig, causes
+
+__all__ = ["S3fsStore"]
+
+T = TypeVar("T")
+_CHUNK = 1 << 18
+_RETRIED = {
+    "500", "502", "503", "504", "InternalError", "OperationAborted", "RequestTimeout",
+    "RequestTimeTooSkewed", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException",
+    "TooManyRequests", "ConditionalRequestConflict", "XAmzContentSHA256Mismatch", "BadDigest",
+}  # fmt: skip
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
+
+
+class S3fsStore:
+    """A key prefix in a bucket."""
+
+    limits = Limits(
+        order="parts",
+        read_copies=0,
+        write_copies=1,
+        gap=1 << 17,
+        min_part=5 << 20,
+        max_parts=10_000,
+    )
+
+    def __init__(self, config: StoreConfig, fs: Any, path: str) -> None:
+        self._seconds = max(config.stall_seconds / 3, 0.1)
+        self._fs = fs
+        self.bucket, self._prefix, _ = fs.split_path(path.rstrip("/") + "/")
+        configured = dict(config.options.get("config_kwargs") or {})
+        defaults: dict[str, Any] = {
+            "connect_timeout": min(10.0, self._seconds),
+            "read_timeout": self._seconds,
+            "max_pool_connections": config.concurrency + 2,
+            "retries": {"total_max_attempts": 1},
+        }
+        fs.config_kwargs = {**defaults, **configured}
+        fs.retries = 1
+
+    def call(self, method: str, **kwargs: Any) -> Any:
+        """One S3 API call on this bucket; blocks."""
+        return self.run(lambda: self._fs._call_s3(method, Bucket=self.bucket, **kwargs))
+
+    def run(self, start: Callable[[], Awaitable[T]]) -> T:
+        """Run a coroutine on s3fs's loop, within the time limit of one request."""
+
+        async def limited() -> T:
+            return await asyncio.wait_for(start(), self._seconds)
+
+        future = asyncio.run_coroutine_threadsafe(limited(), self._fs.loop)
+        try:
+            return future.result(self._seconds + 5)
+        except (asyncio.TimeoutError, concurrent.futures.TimeoutError):
+            future.cancel()
+            raise TimeoutError(f"no answer within {self._seconds:.1f} s") from None
+
+    def key(self, name: str) -> str:
+        return f"{self._prefix}{name}"
+
+    def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
+        size = sum(map(len, pieces))
+        if size == 0:
+            return
+
+        async def read() -> None:
+            response = await self._fs._call_s3(
+                "get_object",
+                Bucket=self.bucket,
+                Key=self.key(name),
+                Range=f"bytes={offset}-{offset + size - 1}",
+            )
+            body = response["Body"]
+            try:
+                if response["ContentLength"] != size:
+                    raise EOFError(f"asked for {size} bytes, offered {response['ContentLength']}")
+                filled = _Filler(pieces)
+                while data := await body.read(_CHUNK):
+                    filled.add(data)
+                if filled.size != size:
+                    raise ConnectionError(f"received {filled.size} of {size} bytes")
+            finally:
+                body.close()
+
+        try:
+            self.run(read)
+        except OSError as error:
+            if "InvalidRange" in _codes(error):
+                raise EOFError("the range begins behind the end of the file") from error
+            raise
+
+    def read(self, name: str, limit: int) -> bytes:
+        size = self.size(name)
+        if size > limit:
+            raise StorageError(f"{name} has {size} bytes; at most {limit} are read")
+        data = bytearray(size)
+        step = 8 << 20
+        for start in range(0, size, step):
+            self.read_into(name, start, [memoryview(data)[start : start + step]])
+        return bytes(data)
+
+    def size(self, name: str) -> int:
+        return int(self.call("head_object", Key=self.key(name))["ContentLength"])
+
+    def sizes(self) -> dict[str, int]:
+        return {
+            entry["Key"][len(self._prefix) :]: int(entry["Size"])
+            for page in self._pages()
+            for entry in page.get("Contents", ())
+        }
+
+    def _pages(self) -> Iterable[Mapping[str, Any]]:
+        token: dict[str, str] = {}
+        while True:
+            page = self.call("list_objects_v2", Prefix=self._prefix, Delimiter="/", **token)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def create(self, name: str, part_size: int) -> _S3Upload:
+        return _S3Upload(self, name, part_size)
+
+    def put(self, name: str, data: bytes, *, exclusive: bool) -> None:
+        if not exclusive:
+            self.call("put_object", Key=self.key(name), Body=data)
+            return
+        # Servers that know no conditional PUT ignore the condition or refuse it: look first.
+        try:
+            self.size(name)
+        except FileNotFoundError:
+            pass
+        else:
+            raise FileExistsError(name)
+        try:
+            self.call("put_object", Key=self.key(name), Body=data, IfNoneMatch="*")
+        except OSError as error:
+            if _codes(error) & {"PreconditionFailed", "412"}:
+                raise FileExistsError(name) from error
+            if not _codes(error) & {"NotImplemented", "501"}:
+                raise
+            self.call("put_object", Key=self.key(name), Body=data)
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.call("delete_object", Key=self.key(name))
+
+    def commits(self) -> list[Commit]:
+        folders = [
+            prefix["Prefix"][len(self._prefix) : -1]
+            for page in self._pages()
+            for prefix in page.get("CommonPrefixes", ())
+        ]
+        found = []
+        for folder in folders:
+            try:
+                head = self.call("head_object", Key=self.key(f"{folder}/.metadata"))
+            except FileNotFoundError:
+                continue
+            found.append(Commit(folder, head["LastModified"].timestamp()))
+        return found
+
+    def is_transient(self, error: BaseException) -> bool:
+        codes = _codes(error)
+        if codes & _EXPIRED:
+            # New credentials may be there by now: the next call makes a new session.
+            with_new = self._fs.set_session(refresh=True)
+            self.run(lambda: with_new)
+            return True
+        if codes:
+            return bool(codes & _RETRIED)
+        return any(
+            isinstance(cause, ConnectionError | TimeoutError | asyncio.TimeoutError)
+            or type(cause).__module__.partition(".")[0] == "aiohttp"
+            or (
+                type(cause).__module__.startswith(("botocore", "aiobotocore"))
+                and type(cause).__name__.endswith(
+                    (
+                        "ConnectionError",
+                        "TimeoutError",
+                        "ClosedError",
+                        "StreamingError",
+                        "HTTPClientError",
+                        "ParserError",
+                        "ConnectTimeout",
+                        "IncompleteReadError",
+                    )
+                )
+            )
+            for cause in causes(error)
+        )
+
+    def close(self) -> None:
+        pass  # s3fs closes its session when it is collected
+
+
+class _S3Upload:
+    """One object: a single PUT if it fits into one part, else a multipart upload."""
+
+    def __init__(self, store: S3fsStore, name: str, part_size: int) -> None:
+        self._store = store
+        self._name = name
+        self._part_size = part_size
+        self._lock = threading.Lock()
+        self._upload_id: str | None = None
+        self._etags: dict[int, str] = {}
+
+    def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
+        body = b"".join(pieces)
+        key = self._store.key(self._name)
+        if offset == 0 and len(body) < self._part_size:
+            self._store.call("put_object", Key=key, Body=body)
+            return
+        with self._lock:
+            if self._upload_id is None:
+                begun = self._store.call("create_multipart_upload", Key=key)
+                self._upload_id = str(begun["UploadId"])
+        number = offset // self._part_size + 1
+        done = self._store.call(
+            "upload_part", Key=key, UploadId=self._upload_id, PartNumber=number, Body=body
+        )
+        with self._lock:
+            self._etags[number] = done["ETag"]
+
+    def complete(self, size: int) -> None:
+        if self._upload_id is None:
+            return
+        parts = [{"PartNumber": n, "ETag": tag} for n, tag in sorted(self._etags.items())]
+        try:
+            self._store.call(
+                "complete_multipart_upload",
+                Key=self._store.key(self._name),
+                UploadId=self._upload_id,
+                MultipartUpload={"Parts": parts},
+            )
+        except OSError as error:
+            # A try whose answer was lost has completed it.
+            if "NoSuchUpload" not in _codes(error) or self._store.size(self._name) != size:
+                raise
+        self._upload_id = None
+
+    def abort(self) -> None:
+        if self._upload_id is not None:
+            self._store.call(
+                "abort_multipart_upload",
+                Key=self._store.key(self._name),
+                UploadId=self._upload_id,
+            )
+
+
+class _Filler:
+    """Copies a stream of bytes into pieces of memory, one after the other."""
+
+    def __init__(self, pieces: Sequence[memoryview]) -> None:
+        self._left = [piece for piece in reversed(pieces) if len(piece)]
+        self.size = 0
+
+    def add(self, data: bytes) -> None:
+        view = memoryview(data)
+        self.size += len(view)
+        while view:
+            if not self._left:
+                raise ConnectionError("received more bytes than were asked for")
+            piece = self._left.pop()
+            count = min(len(piece), len(view))
+            piece[:count] = view[:count]
+            view = view[count:]
+            if count < len(piece):
+                self._left.append(piece[count:])
+
+
+def _codes(error: BaseException) -> set[str]:
+    """S3 error codes and HTTP status in an error and its causes."""
+    found: set[str] = set()
+    for cause in causes(error):
+        response = getattr(cause, "response", None)
+        if isinstance(response, Mapping):
+            code = response.get("Error", {}).get("Code")
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            found |= {str(value) for value in (code, status) if value}
+    return found

@@ -1,0 +1,118 @@
+"""What the reader and the writer have in common: a store that is opened where it is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.store import Backend, Store, StoreConfig, display_url, open_store
+from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats, retrying
+
+__all__ = ["Session", "accepts", "make_session"]
+
+T = TypeVar("T")
+_ONCE = RetryPolicy(tries=1)
+_LOCAL_THREADS = 4
+_REMOTE_THREADS = 16
+
+
+class Session:
+    """A store's configuration, and the store once this process has used it.
+
+    Picklable and fork-safe: clients are never carried into another process, each opens its own.
+    """
+
+    def __init__(self, config: StoreConfig, policy: RetryPolicy) -> None:
+        self.config = config
+        self.policy = policy
+        self.rank = 0
+        self._store: Store | None = None
+        self._pid = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_store": None}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """The path or URL, fit to be shown."""
+        return display_url(self.config.url)
+
+    @property
+    def store(self) -> Store:
+        """The store of this process, opened on first use."""
+        if not self.config.url:
+            raise StorageError(
+                "no path or URL: pass one, or a checkpoint_id to dcp.save or dcp.load"
+            )
+        if self._store is None or self._pid != os.getpid():
+            # After a fork the parent's client is left alone, not closed: its sockets are shared.
+            self._store = open_store(self.config)
+            self._pid = os.getpid()
+        return self._store
+
+    def close(self) -> None:
+        """Drop connections; the next use opens new ones."""
+        store, self._store = self._store, None
+        if store is not None and self._pid == os.getpid():
+            store.close()
+
+    def call(
+        self,
+        call: Callable[[], T],
+        what: str,
+        stats: Stats,
+        stopped: Callable[[], bool] = lambda: False,
+        *,
+        retry: bool = True,
+    ) -> T:
+        """`call()` with this session's retries; `what` names the operation in errors."""
+        return retrying(
+            call,
+            store=self.store,
+            policy=self.policy if retry else _ONCE,
+            stats=stats,
+            what=f"{self.url}: {what}",
+            rank=self.rank,
+            options=self.config.options,
+            stopped=stopped,
+        )
+
+
+def make_session(
+    path_or_url: str | os.PathLike[str] | None,
+    *,
+    backend: Backend,
+    storage_options: Mapping[str, Any] | None,
+    stall_seconds: float,
+    fsync: bool,
+    concurrency: int | None,
+    retry: RetryPolicy,
+) -> Session:
+    """The session that the arguments of a reader or writer describe.  Opens nothing."""
+    url = "" if path_or_url is None else os.fspath(path_or_url)
+    return Session(
+        StoreConfig(
+            url=url,
+            backend=backend,
+            options=dict(storage_options or {}),
+            stall_seconds=stall_seconds,
+            fsync=fsync,
+            concurrency=concurrency or (_REMOTE_THREADS if "://" in url else _LOCAL_THREADS),
+        ),
+        retry,
+    )
+
+
+def accepts(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether it is a path, or a URL of a scheme that fsspec or obstore knows."""
+    if isinstance(checkpoint_id, os.PathLike) or "://" not in checkpoint_id:
+        return True
+    from fsspec.registry import known_implementations, registry
+
+    scheme = checkpoint_id.partition("://")[0]
+    return scheme in known_implementations or scheme in registry

@@ -1,0 +1,250 @@
+"""What a backend has to do, and nothing more.
+
+A :class:`Store` is one folder (or key prefix) of files.  It leaves out: appending, renaming and
+partial overwriting (object stores have none of them; the commit needs one atomic `put`),
+permissions and modification times (`latest` alone wants them, through :meth:`Store.commits`),
+retries (``transfer.py`` does those, by :meth:`Store.is_transient`), and any knowledge of
+checkpoints.  Names are relative, ``/``-separated, and have been checked by the caller.
+
+Stores are thread-safe.  They are made lazily in the process that uses them and never pickled:
+clients hold sockets, threads and event loops, which survive neither a fork nor a pickle.  Errors:
+``FileNotFoundError`` for a missing file, ``FileExistsError`` from an exclusive `put`,
+``PermissionError`` for denied access, ``EOFError`` for a file shorter than the range read;
+anything else as the client raises it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from dcp_fsdp_osd.errors import StorageError, UnsafeCheckpointError
+
+__all__ = [
+    "Commit",
+    "Limits",
+    "Store",
+    "StoreConfig",
+    "Upload",
+    "causes",
+    "check_name",
+    "display_url",
+    "join",
+    "open_store",
+    "redact",
+    "scatter",
+]
+
+Backend = Literal["auto", "fsspec", "local", "obstore"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How a store likes to be used; bytes unless said otherwise.
+
+    Attributes:
+        order: how :meth:`Upload.write` must be called: ``"any"`` offset and length, at once;
+            ``"parts"``: pieces of exactly the writer's part size but the last, at once;
+            ``"stream"``: in order, one after the other.
+        read_copies, write_copies: how many copies of a piece the client itself makes.
+        gap: ranges this close together are read as one.
+        min_part, max_parts: bounds of a multipart upload.
+    """
+
+    order: Literal["any", "parts", "stream"]
+    read_copies: int
+    write_copies: int
+    gap: int
+    min_part: int = 1
+    max_parts: int = 1 << 40
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A ``.metadata`` file below a prefix: the folder that holds it, and when it was written."""
+
+    folder: str
+    modified: float
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """All that is needed to open a store again, in any process.  `options` may hold secrets."""
+
+    url: str
+    backend: Backend = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    stall_seconds: float = 60.0
+    fsync: bool = True
+    concurrency: int = 8
+
+
+class Upload(Protocol):
+    """A file being written.  It exists for readers after :meth:`complete` at the latest."""
+
+    def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
+        """Write `pieces`, one after the other, from byte `offset` on.
+
+        Thread-safe unless the store's order is ``"stream"``.  May be repeated after an error.
+        The memory is free again on return.
+        """
+
+    def complete(self, size: int) -> None:
+        """All `size` bytes are written: make the file durable.  Called once, after all writes."""
+
+    def abort(self) -> None:
+        """Leave nothing behind, not even parts.  Called at most once, instead of `complete`."""
+
+
+class Store(Protocol):
+    limits: Limits
+
+    def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
+        """Fill `pieces`, one after the other, with the file's bytes from `offset` on."""
+
+    def read(self, name: str, limit: int) -> bytes:
+        """A whole file; ``StorageError`` if it has more than `limit` bytes."""
+
+    def size(self, name: str) -> int:
+        """The file's length now, never from a cache."""
+
+    def sizes(self) -> dict[str, int]:
+        """Names and lengths of the files directly in the folder, never from a cache."""
+
+    def create(self, name: str, part_size: int) -> Upload:
+        """Begin a new file, and the folder if need be."""
+
+    def put(self, name: str, data: bytes, *, exclusive: bool) -> None:
+        """Write a small file in one atomic and durable step: readers see the old or the new one.
+
+        With `exclusive`, an existing file is a ``FileExistsError`` and stays as it is.
+        """
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files; missing ones are no error."""
+
+    def commits(self) -> list[Commit]:
+        """The ``.metadata`` files one folder below this one."""
+
+    def is_transient(self, error: BaseException) -> bool:
+        """Whether trying again may help."""
+
+    def close(self) -> None:
+        """Drop connections.  The store is not used afterwards."""
+
+
+def open_store(config: StoreConfig) -> Store:
+    """The store of a path or URL.
+
+    ``auto`` takes local access for paths, obstore for URLs that it serves where it is installed,
+    else fsspec.
+
+    Raises:
+        StorageError: no backend serves the URL, or the one asked for is not installed.
+    """
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.\-]*)://", config.url)
+    backend = config.backend
+    if backend not in ("auto", "fsspec", "local", "obstore"):
+        raise StorageError(
+            f"backend={backend!r} is unknown; expected 'auto', 'local', 'fsspec' or 'obstore'"
+        )
+    is_local = scheme is None or scheme[1] in ("file", "local")
+    if backend == "local" or (backend == "auto" and is_local):
+        from dcp_fsdp_osd.storage.local_store import LocalStore
+
+        if not is_local:
+            raise StorageError(f"backend='local' takes a path, not the URL {config.url!r}")
+        return LocalStore(config)
+    if backend in ("auto", "obstore"):
+        from dcp_fsdp_osd.storage import obstore_store
+
+        if backend == "obstore" or obstore_store.serves(config):
+            return obstore_store.ObstoreStore(config)
+    from dcp_fsdp_osd.storage.fsspec_store import open_fsspec
+
+    return open_fsspec(config)
+
+
+_BAD_NAME = re.compile(r"[\x00-\x1f\\*?\[\]]")
+
+
+def check_name(name: object) -> str:
+    """`name`, if it is a relative path that stays inside of the checkpoint.
+
+    Raises:
+        UnsafeCheckpointError: it is absolute, climbs with ``..``, or holds characters that some
+            backend would interpret (globs, backslashes, control characters, URL schemes).
+    """
+    if (
+        not isinstance(name, str)
+        or not name
+        or name.startswith(("/", "~"))
+        or "://" in name
+        or re.match(r"[A-Za-z]:", name)
+        or _BAD_NAME.search(name)
+        or any(part in ("", ".", "..") for part in name.split("/"))
+    ):
+        raise UnsafeCheckpointError(
+            f"the checkpoint's metadata names a data file {name!r}; expected a relative path "
+            "inside of the checkpoint. Do not load it unless you know where it comes from."
+        )
+    return name
+
+
+_SECRET_KEY = re.compile(r"secret|token|passw|key|credential|sas|sig", re.IGNORECASE)
+
+
+def redact(text: str, options: Mapping[str, Any]) -> str:
+    """`text` without the secrets in `options` and without credentials in URLs."""
+
+    def values(mapping: Mapping[Any, Any]) -> Iterable[str]:
+        for key, value in mapping.items():
+            if isinstance(value, Mapping):
+                yield from values(value)
+            elif isinstance(value, str) and len(value) > 3 and _SECRET_KEY.search(str(key)):
+                yield value
+
+    for value in sorted(values(options), key=len, reverse=True):
+        text = text.replace(value, "***")
+    text = re.sub(r"://[^/@\s]+@", "://***@", text)
+    return re.sub(r"(?i)((?:signature|credential|token)=)[^&\s\"']+", r"\1***", text)
+
+
+def display_url(path: str | os.PathLike[str]) -> str:
+    """A path or URL as text that may be shown."""
+    return redact(os.fspath(path), {})
+
+
+def join(url: str, folder: str) -> str:
+    """`folder` below a path or URL."""
+    return f"{url.rstrip('/')}/{folder}" if "://" in url else str(Path(url) / folder)
+
+
+def scatter(data: bytes | memoryview, pieces: Sequence[memoryview]) -> None:
+    """Copy `data` into `pieces`, one after the other.
+
+    Raises:
+        EOFError: it is shorter than they are.
+    """
+    view = memoryview(data)
+    size = sum(map(len, pieces))
+    if len(view) != size:
+        raise EOFError(f"asked for {size} bytes, received {len(view)}")
+    position = 0
+    for piece in pieces:
+        piece[:] = view[position : position + len(piece)]
+        position += len(piece)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, what caused it, and so on."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__

@@ -1,0 +1,260 @@
+"""Bounded concurrent IO: retries, a memory budget, and a pool whose first error ends it.
+
+Nothing here knows of checkpoints.  Work is submitted from one thread (the caller's, which is also
+the only one that talks to a planner) and runs on a pool of threads that lives as long as the
+``with`` block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeVar
+
+from dcp_fsdp_osd.errors import FlatOptimError, StorageError
+from dcp_fsdp_osd.storage.store import Store, redact
+
+__all__ = ["Budget", "InOrder", "Pool", "RetryPolicy", "Stats", "retrying"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass
+class Stats:
+    """What one save or load did; readable at any time, complete when it is over.
+
+    Attributes:
+        bytes: payload and envelope bytes moved to or from the store.
+        needed: bytes of them that the plan asked for (tensor elements and byte items).
+        requests: calls to the store that move or look up data, retries included.
+        retries: calls that failed and were made again.
+        peak_inflight: most bytes held in buffers at one time.
+        seconds: wall time by phase, in seconds.
+    """
+
+    bytes: int = 0
+    needed: int = 0
+    requests: int = 0
+    retries: int = 0
+    peak_inflight: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self, name, getattr(self, name) + count)
+
+    def phase(self, name: str, seconds: float) -> None:
+        with self._lock:
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Transient errors are retried `tries` - 1 times, within `seconds` of the first one.
+
+    The pause before try n+1 is drawn from [0, min(`longest`, `first` * 2**n)] seconds: full
+    jitter, so that thousands of ranks that were throttled together do not come back together
+    (Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015).
+    """
+
+    tries: int = 8
+    seconds: float = 120.0
+    first: float = 0.1
+    longest: float = 10.0
+
+
+def retrying(
+    call: Callable[[], T],
+    *,
+    store: Store,
+    policy: RetryPolicy,
+    stats: Stats,
+    what: str,
+    rank: int,
+    options: Mapping[str, Any],
+    stopped: Callable[[], bool] = lambda: False,
+) -> T:
+    """`call()`, again and again while it fails transiently.
+
+    Errors of this package, missing files and existing files pass through unchanged.
+
+    Raises:
+        StorageError: the error is permanent, or the policy is used up; names `what`, the rank and
+            the count of tries.
+    """
+    begin = time.monotonic()
+    for attempt in range(1, policy.tries + 1):
+        stats.add(requests=1)
+        try:
+            return call()
+        except (FlatOptimError, FileNotFoundError, FileExistsError, EOFError):
+            raise
+        except Exception as error:
+            pause = random.uniform(0, min(policy.longest, policy.first * 2**attempt))
+            over = time.monotonic() + pause - begin > policy.seconds
+            if not store.is_transient(error) or attempt == policy.tries or over or stopped():
+                text = redact(f"{type(error).__name__}: {error}", options)[:500]
+                clean = text == f"{type(error).__name__}: {error}"[:500]
+                tried = f"{attempt} {'try' if attempt == 1 else 'tries'}"
+                raise StorageError(f"{what}: rank {rank} gave up after {tried}: {text}") from (
+                    error if clean else None
+                )
+            stats.add(retries=1)
+            logger.warning("%s: try %d failed with %s", what, attempt, type(error).__name__)
+            time.sleep(pause)
+    raise AssertionError("unreachable")
+
+
+class Budget:
+    """Bytes that may be held at one time.  Thread-safe; :meth:`Pool.room` waits for some.
+
+    A request for more than the whole budget is granted when all of it is free: one thing that
+    cannot be cut (a ``torch.save`` object) may be larger than the limit.
+    """
+
+    def __init__(self, limit: int, stats: Stats) -> None:
+        self.limit = limit
+        self._used = 0
+        self._stats = stats
+        self._lock = threading.Lock()
+
+    def try_acquire(self, count: int) -> bool:
+        with self._lock:
+            if self._used and self._used + count > self.limit:
+                return False
+            self._used += count
+            self._stats.peak_inflight = max(self._stats.peak_inflight, self._used)
+            return True
+
+    def release(self, count: int) -> None:
+        with self._lock:
+            self._used -= count
+
+
+class Pool:
+    """Threads for blocking calls.  Use as a context manager, from one thread.
+
+    The first error of a task stops the pool: queued tasks are cancelled, and :meth:`submit`,
+    :meth:`poll` and :meth:`drain` raise it.  Leaving the block waits for running tasks, unless they
+    have stalled: no task finishing for `stall` seconds raises ``StorageError``, and a thread that
+    hangs in a system call is left behind.
+    """
+
+    def __init__(self, threads: int, *, stall: float, what: str) -> None:
+        self._threads = threads
+        self._stall = stall
+        self._what = what
+        self._pending: set[Future[Any]] = set()
+        self._stop = threading.Event()
+        self._abandoned = False
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="dcp_fsdp_osd")
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._stop.set()
+        self._executor.shutdown(wait=not self._abandoned, cancel_futures=error is not None)
+
+    def stopped(self) -> bool:
+        """Whether a task has failed; long tasks look at it between steps."""
+        return self._stop.is_set()
+
+    @property
+    def pending(self) -> int:
+        """Tasks submitted and not collected yet."""
+        return len(self._pending)
+
+    def submit(self, call: Callable[[], Any]) -> None:
+        """Run `call` on a thread.  Its result comes out of :meth:`poll`."""
+        self._pending.add(self._executor.submit(call))
+
+    def poll(self, *, block: bool) -> list[Any]:
+        """Results of tasks that have ended, in no order; waits for one with `block`."""
+        if not self._pending:
+            return []
+        done, self._pending = wait(
+            self._pending, self._stall if block else 0, return_when=FIRST_COMPLETED
+        )
+        if block and not done:
+            self._abandoned = True
+            self._stop.set()
+            raise StorageError(
+                f"{self._what}: nothing was transferred for {self._stall:.0f} s; the storage "
+                "accepts requests and does not answer them"
+            )
+        results = []
+        for future in done:
+            error = future.exception()
+            if error is not None:
+                self._stop.set()
+                raise error
+            results.append(future.result())
+        return results
+
+    def wait_for_one(self, count: int, budget: Budget) -> list[Any]:
+        """Results of at least one task, for a caller who needs `count` bytes of `budget`."""
+        if not self._pending:
+            raise StorageError(
+                f"{self._what}: {count} bytes do not fit into max_inflight_bytes={budget.limit} "
+                "beside the buffers that are being filled"
+            )
+        return self.poll(block=True)
+
+    def drain(self) -> list[Any]:
+        """Wait for all tasks; their results."""
+        results: list[Any] = []
+        while self._pending:
+            results += self.poll(block=True)
+        return results
+
+
+class InOrder:
+    """Lets the writes of one file through in order, where its store takes them in no other way.
+
+    Tasks start in the order of submission, so the one that is waited for runs already.
+    """
+
+    def __init__(self, stopped: Callable[[], bool], *, needed: bool) -> None:
+        self._stopped = stopped
+        self._needed = needed
+        self._next = 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def turn(self, offset: int, size: int) -> Iterator[None]:
+        """Wait until all bytes before `offset` are written, then write `size` more."""
+        if not self._needed:
+            yield
+            return
+        with self._changed:
+            while self._next != offset:
+                if self._stopped():
+                    raise StorageError("another write failed")
+                self._changed.wait(0.1)
+        yield
+        with self._changed:
+            self._next = offset + size
+            self._changed.notify_all()

@@ -1,0 +1,366 @@
+"""From the items of a load plan to what is read for them, and the state of each while it is read.
+
+Everything here is bookkeeping on the caller's thread; IO is in ``reader.py``.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError, UnsafeCheckpointError
+from dcp_fsdp_osd.storage.checksum import Checksum
+from dcp_fsdp_osd.storage.entry import ForeignTensor, block_size, parse_foreign, unpack_table
+from dcp_fsdp_osd.storage.memory import DTYPES, copy_flat_range, is_plain, view_bytes
+from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo, entry_info
+from dcp_fsdp_osd.storage.ranges import Piece, Segment, box_runs, segments
+
+__all__ = ["Entry", "Index", "Item", "TensorEntry", "WholeEntry"]
+
+ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+
+
+class Index:
+    """Looks up entries and their shapes in a checkpoint's metadata; nothing of it is trusted."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self._shapes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def entry(self, index: MetadataIndex) -> EntryInfo:
+        """Where the entry of `index` lies."""
+        info = self._metadata.storage_data.get(index)
+        if info is None:
+            raise StorageError(
+                f"{index.fqn} at offset {index.offset}: the plan reads an entry that the "
+                "checkpoint's metadata does not have"
+            )
+        return entry_info(info, index.fqn)
+
+    def sizes(self, index: MetadataIndex) -> tuple[int, ...]:
+        """The shape of the box that the entry of `index` holds."""
+        shapes = self._shapes.get(index.fqn)
+        if shapes is None:
+            shapes = self._shapes[index.fqn] = self._read_shapes(index.fqn)
+        offset = tuple(index.offset) if index.offset is not None else next(iter(shapes), ())
+        found = shapes.get(offset)
+        if found is None:
+            raise CorruptCheckpointError(
+                f"{index.fqn}: an entry at offset {offset}, but no such chunk in the metadata"
+            )
+        return found
+
+    def _read_shapes(self, fqn: str) -> dict[tuple[int, ...], tuple[int, ...]]:
+        stored = self._metadata.state_dict_metadata.get(fqn)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CorruptCheckpointError(f"{fqn}: the metadata does not describe a tensor")
+        shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for chunk in stored.chunks:
+            offsets = tuple(map(int, chunk.offsets))
+            sizes = tuple(map(int, chunk.sizes))
+            if len(offsets) != len(sizes) or min((*offsets, *sizes), default=0) < 0:
+                raise CorruptCheckpointError(f"{fqn}: chunk at {offsets} of sizes {sizes}")
+            # An empty chunk may share its offset with one that holds something.
+            if offsets not in shapes or 0 not in sizes:
+                shapes[offsets] = sizes
+        return shapes
+
+
+@dataclass
+class Item:
+    """One read item on its way into its destination.
+
+    `tensor` is what the planner resolved; `view` its bytes where payload bytes can land in them
+    directly; `staged` a stand-in for a destination that only ``copy_`` can fill.
+    """
+
+    read: ReadItem
+    entry: Entry
+    left: int = 0  # bytes of its pieces that have not landed
+    tensor: torch.Tensor | None = None
+    view: memoryview | None = None
+    staged: torch.Tensor | None = None
+
+    def resolve(self, planner: LoadPlanner, dtype: str) -> None:
+        """Ask the planner for the destination, once."""
+        if self.tensor is not None:
+            return
+        tensor = planner.resolve_tensor(self.read).detach()
+        if tuple(tensor.shape) != tuple(self.read.lengths):
+            raise StorageError(
+                f"{self.read.storage_index.fqn}: the planner resolved shape {tuple(tensor.shape)}, "
+                f"its plan reads {tuple(self.read.lengths)}"
+            )
+        self.tensor = tensor
+        if not is_plain(tensor):
+            self.staged = torch.empty(tuple(self.read.lengths), dtype=DTYPES[dtype])
+            self.view = view_bytes(self.staged)
+        elif tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == DTYPES[dtype]:
+            self.view = view_bytes(tensor)
+
+    def land(self, dest: int, flat: torch.Tensor) -> None:
+        """Put elements from a buffer where bytes could not land directly; `dest` is in bytes."""
+        assert self.tensor is not None
+        if self.view is not None:
+            raw = flat.view(torch.uint8) if flat.numel() else flat
+            self.view[dest : dest + raw.numel()] = view_bytes(raw)
+        else:
+            copy_flat_range(self.tensor, dest // flat.element_size(), flat, into_tensor=True)
+
+    def commit(self, planner: LoadPlanner) -> None:
+        """Hand the complete destination back."""
+        assert self.tensor is not None
+        if self.staged is not None:
+            self.tensor.copy_(self.staged)
+        planner.commit_tensor(self.read, self.tensor)
+        self.tensor = self.view = self.staged = None
+
+
+@dataclass
+class Entry:
+    """An entry of which something is read.  Complete when no segment is left."""
+
+    number: int
+    info: EntryInfo
+    fqn: str
+    items: list[Item] = field(default_factory=list)
+    left: int = 0  # segments
+
+    def check(self, checksum: Checksum) -> None:
+        """Compare the checksums of what was read with what the writer left.
+
+        Raises:
+            CorruptCheckpointError: they differ.
+        """
+        raise NotImplementedError
+
+    def where(self) -> str:
+        """For errors: file, FQN and offset."""
+        info = self.info
+        return f"{info.name}: {self.fqn} (entry at byte {info.offset}, {info.length} bytes)"
+
+
+@dataclass
+class TensorEntry(Entry):
+    """An entry whose payload is addressed directly.
+
+    `origin` is the payload's offset in the file; `crcs` what was computed of header (-1) and
+    blocks; `trailer` its bytes, once read.  Ours are verified, stock's have nothing to verify.
+    """
+
+    dtype: str = ""
+    sizes: tuple[int, ...] = ()
+    origin: int = 0
+    nbytes: int = 0
+    block: int = 0  # 0: not verified
+    crcs: dict[int, int] = field(default_factory=dict)
+    trailer: bytes = b""
+
+    def plan(self, items: list[tuple[int, Item]], limit: int) -> list[Segment]:
+        """What to read for `items`, which come with the caller's numbers for them."""
+        itemsize = ITEMSIZES[self.dtype]
+        pieces = []
+        for number, item in items:
+            read = item.read
+            _check_box(self, read)
+            dest = 0
+            for start, end in box_runs(self.sizes, read.storage_offsets, read.lengths, itemsize):
+                pieces.append(Piece(start, end, number, dest))
+                dest += end - start
+            item.left = dest
+        found = segments(
+            pieces,
+            entry=self.number,
+            origin=self.origin,
+            nbytes=self.nbytes,
+            block=self.block,
+            limit=limit,
+        )
+        if self.block:
+            begin, end = self.info.offset, self.info.offset + self.info.length
+            covered = sum(segment.end - segment.start for segment in found)
+            if covered == self.nbytes:
+                found.insert(0, Segment(begin, self.origin, self.number, -1, ()))
+            if found:
+                found.append(Segment(self.origin + self.nbytes, end, self.number, -1, ()))
+        self.left = len(found)
+        return found
+
+    def check(self, checksum: Checksum) -> None:
+        """Compare all that was computed with the table in the trailer."""
+        found = checksum.extend(0, self.trailer)
+        if found != self.info.crc:
+            raise self._mismatch("trailer", self.info.crc or 0, found)
+        table = unpack_table(self.trailer, self.nbytes)
+        for block, crc in self.crcs.items():
+            if table[block + 1] != crc:
+                if block < 0:
+                    raise self._mismatch("header", table[0], crc)
+                start = block * self.block
+                raise self._mismatch(
+                    f"payload bytes {start} to {min(start + self.block, self.nbytes)}",
+                    table[block + 1],
+                    crc,
+                )
+
+    def _mismatch(self, part: str, expected: int, found: int) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self.where()}: checksum mismatch in the {part}: expected {expected:08x}, found "
+            f"{found:08x}. The file was altered after it was written; load another checkpoint."
+        )
+
+
+def _check_box(entry: TensorEntry, read: ReadItem) -> None:
+    sizes, offsets, lengths = entry.sizes, tuple(read.storage_offsets), tuple(read.lengths)
+    inside = len(sizes) == len(offsets) == len(lengths) and all(
+        o >= 0 and n >= 0 and o + n <= size
+        for o, n, size in zip(offsets, lengths, sizes, strict=True)
+    )
+    if not inside:
+        raise StorageError(
+            f"{entry.where()}: the plan reads offsets {offsets} lengths {lengths} of an entry of "
+            f"shape {sizes}"
+        )
+
+
+@dataclass
+class WholeEntry(Entry):
+    """An entry that is read whole into `data`: byte items, ``torch.save`` objects, small foreign
+    tensors.
+    """
+
+    data: bytearray | None = None
+
+    def plan(self, limit: int) -> list[Segment]:
+        """What to read: all of it, in ranges of at most `limit` bytes."""
+        size = self.info.length
+        found = segments(
+            [Piece(0, size, -1, 0)],
+            entry=self.number,
+            origin=self.info.offset,
+            nbytes=size,
+            block=0,
+            limit=limit,
+        )
+        self.left = len(found)
+        return found
+
+    def check(self, checksum: Checksum) -> None:
+        """Compare the checksum of all bytes, if the writer left one."""
+        assert self.data is not None
+        if self.info.crc is None:
+            return
+        found = checksum.extend(0, memoryview(self.data))
+        if found != self.info.crc:
+            raise CorruptCheckpointError(
+                f"{self.where()}: checksum mismatch: expected {self.info.crc:08x}, found "
+                f"{found:08x}. The file was altered after it was written; load another checkpoint."
+            )
+
+    def deliver_bytes(self, planner: LoadPlanner, *, allow_pickle: bool) -> None:
+        """Hand the bytes to the planner, which will unpickle them, after a look at them."""
+        assert self.data is not None
+        if not allow_pickle:
+            self._load(allow_pickle=False)
+        for item in self.items:
+            planner.load_bytes(item.read, io.BytesIO(self.data))
+
+    def deliver_tensor(self, planner: LoadPlanner, *, allow_pickle: bool) -> None:
+        """Copy the boxes that the items want out of the tensor that the bytes hold."""
+        assert self.data is not None
+        tensor = self._tensor(allow_pickle=allow_pickle)
+        for item in self.items:
+            read = item.read
+            box = tensor
+            for dim, (offset, length) in enumerate(
+                zip(read.storage_offsets, read.lengths, strict=True)
+            ):
+                box = box.narrow(dim, offset, length)
+            target = planner.resolve_tensor(read).detach()
+            if tuple(target.shape) != tuple(box.shape):
+                raise StorageError(
+                    f"{self.where()}: the planner resolved shape {tuple(target.shape)}, its plan "
+                    f"reads {tuple(box.shape)}"
+                )
+            target.copy_(box)
+            planner.commit_tensor(read, target)
+
+    def _tensor(self, *, allow_pickle: bool) -> torch.Tensor:
+        assert self.data is not None
+        raw = bytes(memoryview(self.data)[: 1 << 16]) if len(self.data) <= 1 << 16 else b""
+        plain = parse_foreign(raw, raw, len(raw), ITEMSIZES) if raw else None
+        if plain is not None:
+            return _payload(self.data, plain)
+        tensor = self._load(allow_pickle=allow_pickle)
+        if not isinstance(tensor, torch.Tensor):
+            raise CorruptCheckpointError(
+                f"{self.where()}: expected a tensor, found {type(tensor).__name__}"
+            )
+        return tensor
+
+    def _load(self, *, allow_pickle: bool) -> Any:
+        assert self.data is not None
+        try:
+            return torch.load(
+                io.BytesIO(self.data), map_location="cpu", weights_only=not allow_pickle
+            )
+        except Exception as error:
+            if allow_pickle:
+                raise CorruptCheckpointError(f"{self.where()}: torch.load: {error}") from error
+            reason = " ".join(str(error).split())
+            raise UnsafeCheckpointError(
+                f"{self.where()}: torch.load(weights_only=True) refuses it: {reason[:600]} "
+                "Pass allow_pickle=True only if you trust where the checkpoint comes from, or "
+                "name the class with torch.serialization.add_safe_globals."
+            ) from None
+
+
+def _payload(data: bytearray, plain: ForeignTensor) -> torch.Tensor:
+    if plain.nbytes == 0:
+        return torch.empty(plain.sizes, dtype=DTYPES[plain.dtype])
+    payload = bytearray(memoryview(data)[plain.payload : plain.payload + plain.nbytes])
+    return torch.frombuffer(payload, dtype=DTYPES[plain.dtype]).view(plain.sizes)
+
+
+def tensor_entry(
+    number: int, info: EntryInfo, index: MetadataIndex, shapes: Index, *, verify: bool
+) -> TensorEntry:
+    """An entry of ours, as its metadata describes it.
+
+    Raises:
+        CorruptCheckpointError: dtype, shape and length do not agree.
+    """
+    assert info.kind == KIND_TENSOR
+    sizes = shapes.sizes(index)
+    entry = TensorEntry(number, info, index.fqn, dtype=info.dtype, sizes=sizes, nbytes=info.nbytes)
+    if info.dtype not in ITEMSIZES or math.prod(sizes) * ITEMSIZES[info.dtype] != info.nbytes:
+        raise CorruptCheckpointError(
+            f"{entry.where()}: {info.nbytes} bytes of {info.dtype!r} are no tensor of shape {sizes}"
+        )
+    entry.origin = info.offset + info.payload
+    entry.block = block_size(info.nbytes) if verify and info.crc is not None else 0
+    return entry
+
+
+def foreign_entry(
+    number: int, info: EntryInfo, fqn: str, head: bytes, tail: bytes
+) -> TensorEntry | None:
+    """An entry of stock's, as its own header describes it; None where it must be loaded whole."""
+    plain = parse_foreign(head, tail, info.length, ITEMSIZES)
+    if plain is None:
+        return None
+    return TensorEntry(
+        number,
+        info,
+        fqn,
+        dtype=plain.dtype,
+        sizes=plain.sizes,
+        origin=info.offset + plain.payload,
+        nbytes=plain.nbytes,
+    )

@@ -1,0 +1,491 @@
+"""StreamingWriter: DCP's StorageWriter for a local path or any URL."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
+from dcp_fsdp_osd.storage.checksum import best_checksum
+from dcp_fsdp_osd.storage.memory import ScratchPool
+from dcp_fsdp_osd.storage.metadata import dump_metadata, fill_metadata, metadata_name
+from dcp_fsdp_osd.storage.pack import Chunk, FilePlan, item_bytes, pack, plan_files
+from dcp_fsdp_osd.storage.progress import Progress
+from dcp_fsdp_osd.storage.session import accepts, make_session
+from dcp_fsdp_osd.storage.store import Backend, Limits, Store, Upload
+from dcp_fsdp_osd.storage.transfer import Budget, InOrder, Pool, RetryPolicy, Stats
+
+__all__ = ["StreamingWriter"]
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_FILE_BYTES = 64 << 20  # a rank begins a second file when it has about this much for each
+_FILES = 4
+_ABORTED = "aborted"  # suffix of the note that one rank's failure leaves for the others
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """What a rank's plan carries of one save.
+
+    `nonce` is the rank's own, made anew for each save and put into its local plan; `save_id` is
+    the coordinator's, common to all ranks.  A planner that caches plans returns those of an
+    earlier save: then the nonce is an old one, and the rest of the ticket is not used.
+    """
+
+    nonce: str
+    prefix: str = ""
+    save_id: str = ""
+    ranks: int = 1
+
+
+class StreamingWriter(StorageWriter):
+    """Writes a checkpoint to a local path or any URL that fsspec or obstore serves.
+
+    Call order and ownership are those of ``torch.distributed.checkpoint.storage.StorageWriter``:
+    pass it to ``dcp.save`` or ``dcp.async_save`` (thread or process) with any planner.  Planner
+    methods are called from the thread that DCP calls us in, one at a time; tensors are written from
+    their own memory and must not change until ``dcp.save`` returns.
+
+    A checkpoint exists when its ``.metadata`` exists.  That is written last, in one atomic step,
+    after the size of every file has been checked.  Data files have names of their own for each
+    save, so that overwriting touches no byte of the old checkpoint before the new one is complete;
+    then the old files are deleted.  A save that fails removes what it wrote and raises on all
+    ranks.
+
+    Args:
+        path_or_url: the checkpoint's folder.  May be None when DCP is given a ``checkpoint_id``.
+        overwrite: replace an existing checkpoint; by default one that exists is an error.
+        concurrency: threads that write; by default 4 for local paths and 16 for URLs.
+        part_size: bytes of one write or multipart part, rounded down to a multiple of 64.
+        max_inflight_bytes: bound of the buffers held by this rank: staging copies of tensors that
+            are not contiguous CPU memory, and the client's copies.  Tensors' own memory and
+            objects that only ``torch.save`` can write are not buffers.
+        checksum: write checksums (crc32c where google-crc32c is installed, else zlib's crc32).
+        backend: ``"auto"``, ``"local"``, ``"fsspec"`` or ``"obstore"``.
+        storage_options: passed to the backend's client unchanged.  Never shown in errors or logs.
+        progress: a bar on rank 0 in a terminal, log lines elsewhere.
+        fsync: local paths only: everything is on the disk before ``.metadata`` is.
+        stall_seconds: a save fails when nothing was written for this long.
+        retry: how transient errors are retried.
+
+    Attributes:
+        stats: what the last save of this rank did.
+
+    Raises:
+        StorageError: from any method, wrapped by DCP into CheckpointException on every rank.
+    """
+
+    def __init__(
+        self,
+        path_or_url: str | os.PathLike[str] | None = None,
+        *,
+        overwrite: bool = False,
+        concurrency: int | None = None,
+        part_size: int = 8 << 20,
+        max_inflight_bytes: int = 256 << 20,
+        checksum: bool = True,
+        backend: Backend = "auto",
+        storage_options: Mapping[str, Any] | None = None,
+        progress: bool = False,
+        fsync: bool = True,
+        stall_seconds: float = 60.0,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        super().__init__()
+        if part_size < 1 or max_inflight_bytes < 1 or (concurrency is not None and concurrency < 1):
+            raise ValueError("part_size, max_inflight_bytes and concurrency must be positive")
+        self._make_session = partial(
+            make_session,
+            backend=backend,
+            storage_options=storage_options,
+            stall_seconds=stall_seconds,
+            fsync=fsync,
+            concurrency=concurrency,
+            retry=retry or RetryPolicy(),
+        )
+        self._session = self._make_session(path_or_url)
+        self._overwrite = overwrite
+        self._part_size = part_size
+        self._max_inflight = max_inflight_bytes
+        self._checksum = checksum
+        self._progress = progress
+        self._stall = stall_seconds
+        self._ticket = _Ticket(_unique())
+        self._metadata_rank: int | None = None
+        self._is_coordinator = False
+        self.stats = Stats()
+
+    # ---- DCP's StorageWriter, in call order ----
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save, to `checkpoint_id` if given."""
+        if checkpoint_id is not None:
+            self._session.close()
+            self._session = self._make_session(checkpoint_id)
+        self._ticket = _Ticket(_unique())
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn this rank's role.  Newer torch passes ``rank`` and ``use_collectives``."""
+        del args
+        rank = kwargs.get("rank")
+        self._is_coordinator = is_coordinator
+        self._session.rank = rank or 0
+        # Without collectives each rank commits for itself, in a metadata file of its own.
+        self._metadata_rank = rank if not kwargs.get("use_collectives", True) else None
+        self._ticket = _Ticket(_unique())
+        self.stats = Stats()
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What is recorded in the checkpoint of where and by which save it was written."""
+        return StorageMeta(checkpoint_id=self._session.url, save_id=self._ticket.nonce)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse to overwrite, where that was not asked for; DCP then raises on every rank."""
+        if self._is_coordinator or self._metadata_rank is not None:
+            with self._timed("prepare"):
+                found = self._call(lambda store: store.sizes(), "list")
+                if metadata_name(self._metadata_rank) in found and not self._overwrite:
+                    raise self._exists()
+                notes = [name for name in found if name.endswith(f".{_ABORTED}")]
+                if notes:
+                    self._call(lambda store: store.delete(notes), "delete old notes")
+        return replace(plan, storage_data=_Ticket(self._ticket.nonce))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give each rank the save's id and a prefix for its file names."""
+        save_id = self._ticket.nonce
+        return [
+            replace(
+                plan,
+                storage_data=replace(
+                    plan.storage_data
+                    if isinstance(plan.storage_data, _Ticket)
+                    else _Ticket(nonce=""),
+                    prefix=f"__{number if self._metadata_rank is None else self._metadata_rank}_",
+                    save_id=save_id,
+                    ranks=len(plans),
+                ),
+            )
+            for number, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items; the future is complete on return."""
+        ticket = plan.storage_data
+        if not isinstance(ticket, _Ticket):
+            raise StorageError(
+                "the plan lost the storage_data that prepare_global_plan put into it; planners "
+                "must carry SavePlan.storage_data along"
+            )
+        fresh = ticket.nonce == self._ticket.nonce
+        # A plan of an earlier save (plan caching) has that save's id.  Names made with it could be
+        # those of live files, so the rank's own new id takes its place.
+        save_id = ticket.save_id if fresh else self._ticket.nonce
+        try:
+            with self._timed("write"):
+                results = self._write(plan, planner, ticket.prefix, save_id, ticket.ranks)
+        except BaseException:
+            if fresh and ticket.ranks > 1:
+                self._remove_save(save_id)
+            raise
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Check every file's size, then commit, then delete what was overwritten."""
+        checksum = best_checksum().name if self._checksum else None
+        files = fill_metadata(metadata, results, checksum)
+        try:
+            with self._timed("commit"):
+                metadata.version = "1.0.0"
+                metadata.storage_meta = self.storage_meta()
+                self._check_files(files)
+                self._commit(dump_metadata(metadata))
+        except BaseException:
+            self._quietly(lambda: self._delete(list(files)), "remove the failed save")
+            raise
+        if self._overwrite:
+            self._quietly(lambda: self._sweep(files), "remove the overwritten checkpoint")
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path or URL that is written to."""
+        return self._session.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path, or a URL of a known scheme."""
+        return accepts(checkpoint_id)
+
+    # ---- writing ----
+
+    def _write(
+        self, plan: SavePlan, planner: SavePlanner, prefix: str, save_id: str, ranks: int
+    ) -> list[WriteResult]:
+        limits = self._session.store.limits
+        threads = self._session.config.concurrency
+        plans = plan_files(
+            plan.items,
+            prefix=prefix,
+            save_id=save_id,
+            files=min(_FILES, threads),
+            least=_FILE_BYTES,
+        )
+        part_size = self._fitting_part(limits, max((file.nbytes for file in plans), default=0))
+        names = [file.name for file in plans]
+        uploads: dict[str, Upload] = {}
+        try:
+            results = self._write_files(plans, planner, part_size, uploads, threads)
+            if ranks > 1 and self._call(
+                lambda store: f"__{save_id}.{_ABORTED}" in store.sizes(), "look for a failed rank"
+            ):
+                raise StorageError(
+                    f"{self._session.url}: another rank failed to write its part of this save"
+                )
+        except BaseException:
+            for upload in uploads.values():
+                self._quietly(upload.abort, "abort an upload")
+            self._quietly(lambda: self._delete(names), "remove the failed save")
+            raise
+        return results
+
+    def _write_files(
+        self,
+        plans: list[FilePlan],
+        planner: SavePlanner,
+        part_size: int,
+        uploads: dict[str, Upload],
+        threads: int,
+    ) -> list[WriteResult]:
+        stats, session = self.stats, self._session
+        limits = session.store.limits
+        results: list[WriteResult] = []
+        scratch = ScratchPool(part_size, self._max_inflight // part_size + 1, _has_gpu())
+        total = sum(file.nbytes for file in plans)
+        stats.add(needed=sum(item_bytes(item) for file in plans for item in file.items))
+        with (
+            Pool(threads, stall=self._stall, what=f"{session.url}: write") as pool,
+            Progress(
+                f"save {session.url}", total, rank=session.rank, enabled=self._progress
+            ) as bar,
+        ):
+            budget = Budget(self._max_inflight, stats)
+
+            def collect(chunks: list[Chunk]) -> None:
+                for chunk in chunks:
+                    for buffer in chunk.scratch:
+                        scratch.give(buffer)
+                    budget.release(chunk.charge)
+                    stats.add(bytes=chunk.size)
+                    bar.add(chunk.size)
+
+            def reserve(count: int) -> None:
+                # Collecting frees the budget that is waited for, so each result is taken at once.
+                while not budget.try_acquire(count):
+                    collect(pool.wait_for_one(count, budget))
+
+            def write(upload: Upload, gate: InOrder, chunk: Chunk) -> Chunk:
+                what = f"write {chunk.name} at {chunk.offset}"
+                with gate.turn(chunk.offset, chunk.size):
+                    session.call(
+                        lambda: upload.write(chunk.offset, chunk.pieces),
+                        what,
+                        stats,
+                        pool.stopped,
+                        retry=limits.order != "stream",
+                    )
+                chunk.pieces.clear()
+                chunk.keep.clear()
+                return chunk
+
+            active = [
+                (
+                    file.name,
+                    InOrder(pool.stopped, needed=limits.order == "stream"),
+                    pack(
+                        file,
+                        planner,
+                        part_size=part_size,
+                        copies=limits.write_copies,
+                        checksum=best_checksum() if self._checksum else None,
+                        scratch=scratch,
+                        reserve=reserve,
+                        results=results,
+                    ),
+                )
+                for file in plans
+            ]
+            sizes: dict[str, int] = {}
+            for name, gate, chunk in _in_turn(active):
+                if name not in uploads:
+                    uploads[name] = self._call(
+                        lambda store, name=name: store.create(name, part_size),  # type: ignore[misc]
+                        f"create {name}",
+                    )
+                sizes[name] = chunk.offset + chunk.size
+                while pool.pending >= 2 * threads:
+                    collect(pool.poll(block=True))
+                collect(pool.poll(block=False))
+                pool.submit(partial(write, uploads[name], gate, chunk))
+            collect(pool.drain())
+            for name, upload in uploads.items():
+                pool.submit(
+                    partial(
+                        session.call,
+                        partial(upload.complete, sizes[name]),
+                        f"complete {name}",
+                        stats,
+                        pool.stopped,
+                        retry=limits.order != "stream",
+                    )
+                )
+            pool.drain()
+        return results
+
+    def _fitting_part(self, limits: Limits, largest_file: int) -> int:
+        """The part size asked for, as the store and the memory limit allow it."""
+        # One part is being filled (with its staging copy) while others are written.
+        most = self._max_inflight // (1 + limits.write_copies)
+        part = max(min(self._part_size, most), limits.min_part)
+        part = max(part, -(-2 * largest_file // limits.max_parts))
+        part = max(part - part % 64, 64)
+        if part > max(most, 64):
+            raise StorageError(
+                f"max_inflight_bytes={self._max_inflight} is too small: files of about "
+                f"{largest_file} bytes are written here in parts of {part}, which takes at least "
+                f"{part * (1 + limits.write_copies)} bytes"
+            )
+        return part
+
+    # ---- committing and cleaning up ----
+
+    def _check_files(self, files: dict[str, int]) -> None:
+        found = self._call(lambda store: store.sizes(), "list")
+        wrong = [
+            f"{name}: expected {size} bytes, found {found.get(name, 'no such file')}"
+            for name, size in sorted(files.items())
+            if found.get(name) != size
+        ]
+        if wrong:
+            raise CorruptCheckpointError(
+                f"{self._session.url}: not committed, {len(wrong)} of {len(files)} files are not "
+                f"as they were written: {'; '.join(wrong[:10])}"
+            )
+
+    def _commit(self, data: bytes) -> None:
+        """The one step after which the checkpoint exists."""
+        name = metadata_name(self._metadata_rank)
+        try:
+            self._call(
+                lambda store: store.put(name, data, exclusive=not self._overwrite),
+                f"commit {name}",
+            )
+        except FileExistsError:
+            # A try that failed after the server had done it finds its own file.
+            if self._call(lambda store: store.read(name, len(data)), f"read {name}") != data:
+                raise self._exists() from None
+
+    def _exists(self) -> StorageError:
+        return StorageError(
+            f"a checkpoint already exists at {self._session.url}; write elsewhere or pass "
+            "overwrite=True"
+        )
+
+    def _sweep(self, files: dict[str, int]) -> None:
+        """Delete the data files that no committed metadata names: the old checkpoint's, and those
+        of saves that were killed.
+        """
+        own = f"__{self._metadata_rank}_" if self._metadata_rank is not None else "__"
+        self._delete(
+            [
+                name
+                for name in self._call(lambda store: store.sizes(), "list")
+                if name.startswith(own)
+                and name.endswith((".distcp", f".{_ABORTED}"))
+                and name not in files
+            ]
+        )
+
+    def _remove_save(self, save_id: str) -> None:
+        """Remove all ranks' files of a save that failed here, and tell those that still write.
+
+        Ranks look for the note after their last file is complete.  On a consistent store a file is
+        either listed here or completed after the note was written, and then its rank sees the note.
+        """
+        note = f"__{save_id}.{_ABORTED}"
+        self._quietly(
+            lambda: self._call(lambda store: store.put(note, b"", exclusive=False), "note"),
+            "note the failure",
+        )
+        self._quietly(
+            lambda: self._delete(
+                [
+                    name
+                    for name in self._call(lambda store: store.sizes(), "list")
+                    if name.endswith(f"_{save_id}.distcp")
+                ]
+            ),
+            "remove the failed save",
+        )
+
+    def _delete(self, names: list[str]) -> None:
+        if names:
+            self._call(lambda store: store.delete(names), f"delete {len(names)} files")
+
+    def _quietly(self, call: Callable[[], Any], what: str) -> None:
+        """Clean up without hiding the error that made it necessary."""
+        try:
+            call()
+        except Exception as error:
+            logger.warning("%s: could not %s: %s", self._session.url, what, type(error).__name__)
+
+    def _call(self, call: Callable[[Store], T], what: str) -> T:
+        return self._session.call(lambda: call(self._session.store), what, self.stats)
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stats.phase(phase, time.perf_counter() - begin)
+
+
+def _unique() -> str:
+    return uuid.uuid4().hex
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def _in_turn(
+    files: list[tuple[str, InOrder, Iterator[Chunk]]],
+) -> Iterator[tuple[str, InOrder, Chunk]]:
+    """One chunk of each file, round and round, so that files that take no parallel writes are
+    written side by side.
+    """
+    while files:
+        left = []
+        for name, gate, chunks in files:
+            chunk = next(chunks, None)
+            if chunk is not None:
+                yield name, gate, chunk
+                left.append((name, gate, chunks))
+        files = left
