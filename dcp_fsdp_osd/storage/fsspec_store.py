@@ -68,7 +68,7 @@ class FsspecStore:
             if entry["type"] == "file"
         }
 
-    def create(self, name: str, part_size: int) -> _StreamUpload:
+    def create(self, name: str, part_size: int, parallel: int) -> _StreamUpload:
         self._fs.makedirs(self._root, exist_ok=True)
         return _StreamUpload(self._fs, self._path(name), part_size)
 

@@ -56,7 +56,7 @@ class LocalStore:
         with os.scandir(self._root) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
-    def create(self, name: str, part_size: int) -> _LocalUpload:
+    def create(self, name: str, part_size: int, parallel: int) -> _LocalUpload:
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return _LocalUpload(path, self._fsync)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import queue
 import re
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 from dcp_fsdp_osd.errors import StorageError
-from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig, causes, scatter
+from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig, causes, display_url, scatter
 
 __all__ = ["ObstoreStore", "serves"]
 
@@ -46,8 +45,18 @@ class ObstoreStore:
     """A key prefix in a bucket or container.
 
     Files are uploaded as streams: obstore cuts them into multipart parts, sends some of them at a
-    time, and aborts the upload when the stream fails.
+    time, retries them, and aborts the upload when the stream fails.
     """
+
+    limits = Limits(
+        order="stream",
+        read_copies=1,
+        write_copies=1,
+        gap=1 << 17,
+        min_part=5 << 20,
+        max_parts=10_000,
+        sends_parts=True,
+    )
 
     def __init__(self, config: StoreConfig) -> None:
         try:
@@ -57,36 +66,160 @@ class ObstoreStore:
             raise StorageError(
                 "backend='obstore' needs obstore: pip install 'dcp-fsdp-osd[obstore]'"
             ) from error
-        self._obs = obstore
+        self.obs: Any = obstore
         options = dict(config.options)
         seconds = timedelta(seconds=max(config.stall_seconds / 3, 0.1))
-        client = dict(options.pop("client_options", None) or {})
-        client.setdefault("timeout", seconds)
-        client.setdefault("connect_timeout", min(seconds, timedelta(seconds=10)))
-        retry = options.pop("retry_config", None) or {
-            "max_retries": 4,
-            "retry_timeout": timedelta(seconds=config.stall_seconds),
+        options["client_options"] = {
+            "timeout": seconds,
+            "connect_timeout": min(seconds, timedelta(seconds=10)),
+            **(options.get("client_options") or {}),
         }
+        options.setdefault(
+            "retry_config",
+            {"max_retries": 4, "retry_timeout": timedelta(seconds=config.stall_seconds)},
+        )
+        open_url: Any = from_url
         try:
-            self._store = from_url(config.url, client_options=client, retry_config=retry, **options)
+            self.store = open_url(config.url, **options)
         except Exception as error:
             raise StorageError(
-                f"obstore cannot open {config.url!r}: {type(error).__name__}; its options are "
-                "those of obstore.store.from_url (backend='fsspec' takes s3fs's)"
+                f"obstore cannot open {display_url(config.url)!r}: {type(error).__name__}; its "
+                "options are those of obstore.store.from_url (backend='fsspec' takes s3fs's)"
             ) from None
-        # A file's parts are sent by obstore, this many at a time; each is one copy in its memory.
-        self._parallel = max(2, min(config.concurrency, 8))
-        self.limits = Limits(
-            order="stream",
-            read_copies=1,
-            write_copies=self._parallel + 2,
-            gap=1 << 17,
-            min_part=5 << 20,
-            max_parts=10_000,
-        )
 
     def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
         size = sum(map(len, pieces))
-        if size:
-            data = self._obs.get_range(self._store, name, start=offset, length=size)
-            scatter(memoryview(data), pieces)
+        if not size:
+            return
+        try:
+            data = self.obs.get_range(self.store, name, start=offset, length=size)
+        except Exception as error:
+            if _status(error) == 416:
+                raise EOFError("the range begins behind the end of the file") from error
+            raise
+        scatter(memoryview(data), pieces)
+
+    def read(self, name: str, limit: int) -> bytes:
+        size = self.size(name)
+        if size > limit:
+            raise StorageError(f"{name} has {size} bytes; at most {limit} are read")
+        data = bytearray(size)
+        step = 8 << 20
+        for start in range(0, size, step):
+            self.read_into(name, start, [memoryview(data)[start : start + step]])
+        return bytes(data)
+
+    def size(self, name: str) -> int:
+        return int(self.obs.head(self.store, name)["size"])
+
+    def sizes(self) -> dict[str, int]:
+        return {
+            entry["path"]: int(entry["size"])
+            for entry in self.obs.list_with_delimiter(self.store)["objects"]
+        }
+
+    def create(self, name: str, part_size: int, parallel: int) -> _ObstoreUpload:
+        return _ObstoreUpload(self, name, part_size, parallel)
+
+    def put(self, name: str, data: bytes, *, exclusive: bool) -> None:
+        mode = "create" if exclusive else "overwrite"
+        try:
+            self.obs.put(self.store, name, data, mode=mode, use_multipart=False)
+        except self.obs.exceptions.AlreadyExistsError as error:
+            raise FileExistsError(name) from error
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self.obs.delete(self.store, name)
+
+    def commits(self) -> list[Commit]:
+        found = []
+        for folder in self.obs.list_with_delimiter(self.store)["common_prefixes"]:
+            with contextlib.suppress(FileNotFoundError):
+                head = self.obs.head(self.store, f"{folder}/.metadata")
+                found.append(Commit(folder, head["last_modified"].timestamp()))
+        return found
+
+    def is_transient(self, error: BaseException) -> bool:
+        status = _status(error)
+        text = str(error)
+        if status is not None:
+            return status in (408, 409, 429) or status >= 500 or "ExpiredToken" in text
+        if isinstance(error, ConnectionError | TimeoutError):
+            return True
+        return isinstance(error, self.obs.exceptions.GenericError) and bool(
+            re.search(r"HTTP error|error sending|timed out|timeout|connection|body", text, re.I)
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class _ObstoreUpload:
+    """One object.  A thread runs obstore's put, which draws parts from us as it sends them."""
+
+    def __init__(self, store: ObstoreStore, name: str, part_size: int, parallel: int) -> None:
+        self._store = store
+        self._name = name
+        self._part_size = part_size
+        self._parallel = parallel
+        self._parts: queue.Queue[bytes | BaseException | None] = queue.Queue(maxsize=1)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcp_fsdp_osd_put")
+        self._sent: Future[Any] | None = None
+
+    def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
+        # obstore reads a part's memory until the part is sent, long after it drew it: a copy.
+        data = b"".join(pieces)
+        if offset == 0 and len(data) < self._part_size:
+            self._store.obs.put(self._store.store, self._name, data, use_multipart=False)
+            return
+        if self._sent is None:
+            self._sent = self._thread.submit(
+                self._store.obs.put,
+                self._store.store,
+                self._name,
+                self._draw(),
+                chunk_size=self._part_size,
+                max_concurrency=self._parallel,
+            )
+        self._hand_over(data)
+
+    def _hand_over(self, part: bytes | BaseException | None) -> None:
+        assert self._sent is not None
+        while True:
+            if self._sent.done():
+                self._sent.result()  # raises what went wrong
+                raise StorageError(f"{self._name}: the upload ended early")
+            with contextlib.suppress(queue.Full):
+                self._parts.put(part, timeout=0.1)
+                return
+
+    def _draw(self) -> Iterator[bytes]:
+        while (part := self._parts.get()) is not None:
+            if isinstance(part, BaseException):
+                raise part
+            yield part
+
+    def complete(self, size: int) -> None:
+        del size  # the writer checks it before the commit
+        if self._sent is not None:
+            self._hand_over(None)
+            self._sent.result()
+        self._thread.shutdown()
+
+    def abort(self) -> None:
+        if self._sent is not None and not self._sent.done():
+            with contextlib.suppress(Exception):
+                self._hand_over(InterruptedError("the save failed"))
+                self._sent.result()
+        self._thread.shutdown(wait=False)
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error tells of in its text; obstore has no other place for it."""
+    for cause in causes(error):
+        found = re.search(r"status code: (\d{3})", str(cause))
+        if found:
+            return int(found[1])
+    return None

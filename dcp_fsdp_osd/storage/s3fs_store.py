@@ -134,7 +134,7 @@ class S3fsStore:
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
-    def create(self, name: str, part_size: int) -> _S3Upload:
+    def create(self, name: str, part_size: int, parallel: int) -> _S3Upload:
         return _S3Upload(self, name, part_size)
 
     def put(self, name: str, data: bytes, *, exclusive: bool) -> None:

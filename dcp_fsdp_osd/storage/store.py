@@ -53,6 +53,7 @@ class Limits:
         read_copies, write_copies: how many copies of a piece the client itself makes.
         gap: ranges this close together are read as one.
         min_part, max_parts: bounds of a multipart upload.
+        sends_parts: a ``"stream"`` store that holds parts of it and sends several at a time.
     """
 
     order: Literal["any", "parts", "stream"]
@@ -61,6 +62,7 @@ class Limits:
     gap: int
     min_part: int = 1
     max_parts: int = 1 << 40
+    sends_parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ class Upload(Protocol):
 
 
 class Store(Protocol):
-    limits: Limits
+    @property
+    def limits(self) -> Limits:
+        """How this store likes to be used."""
 
     def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
         """Fill `pieces`, one after the other, with the file's bytes from `offset` on."""
@@ -115,8 +119,11 @@ class Store(Protocol):
     def sizes(self) -> dict[str, int]:
         """Names and lengths of the files directly in the folder, never from a cache."""
 
-    def create(self, name: str, part_size: int) -> Upload:
-        """Begin a new file, and the folder if need be."""
+    def create(self, name: str, part_size: int, parallel: int) -> Upload:
+        """Begin a new file, and the folder if need be.
+
+        A store that `sends_parts` sends and holds at most `parallel` parts at a time.
+        """
 
     def put(self, name: str, data: bytes, *, exclusive: bool) -> None:
         """Write a small file in one atomic and durable step: readers see the old or the new one.

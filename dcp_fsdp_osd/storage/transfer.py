@@ -109,12 +109,12 @@ def retrying(
             pause = random.uniform(0, min(policy.longest, policy.first * 2**attempt))
             over = time.monotonic() + pause - begin > policy.seconds
             if not store.is_transient(error) or attempt == policy.tries or over or stopped():
-                text = redact(f"{type(error).__name__}: {error}", options)[:500]
-                clean = text == f"{type(error).__name__}: {error}"[:500]
+                found = f"{type(error).__name__}: {error}"
+                text = redact(found, options)
                 tried = f"{attempt} {'try' if attempt == 1 else 'tries'}"
-                raise StorageError(f"{what}: rank {rank} gave up after {tried}: {text}") from (
-                    error if clean else None
-                )
+                raise StorageError(
+                    f"{what}: rank {rank} gave up after {tried}: {text[:500]}"
+                ) from (error if text == found else None)
             stats.add(retries=1)
             logger.warning("%s: try %d failed with %s", what, attempt, type(error).__name__)
             time.sleep(pause)

@@ -34,7 +34,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _FILE_BYTES = 64 << 20  # a rank begins a second file when it has about this much for each
-_FILES = 4
 _ABORTED = "aborted"  # suffix of the note that one rank's failure leaves for the others
 
 
@@ -239,19 +238,15 @@ class StreamingWriter(StorageWriter):
         self, plan: SavePlan, planner: SavePlanner, prefix: str, save_id: str, ranks: int
     ) -> list[WriteResult]:
         limits = self._session.store.limits
-        threads = self._session.config.concurrency
+        nbytes = sum(map(item_bytes, plan.items))
+        files, parallel, part_size = self._shape(limits, nbytes)
         plans = plan_files(
-            plan.items,
-            prefix=prefix,
-            save_id=save_id,
-            files=min(_FILES, threads),
-            least=_FILE_BYTES,
+            plan.items, prefix=prefix, save_id=save_id, files=files, least=_FILE_BYTES
         )
-        part_size = self._fitting_part(limits, max((file.nbytes for file in plans), default=0))
         names = [file.name for file in plans]
         uploads: dict[str, Upload] = {}
         try:
-            results = self._write_files(plans, planner, part_size, uploads, threads)
+            results = self._write_files(plans, planner, part_size, parallel, uploads)
             if ranks > 1 and self._call(
                 lambda store: f"__{save_id}.{_ABORTED}" in store.sizes(), "look for a failed rank"
             ):
@@ -270,10 +265,11 @@ class StreamingWriter(StorageWriter):
         plans: list[FilePlan],
         planner: SavePlanner,
         part_size: int,
+        parallel: int,
         uploads: dict[str, Upload],
-        threads: int,
     ) -> list[WriteResult]:
         stats, session = self.stats, self._session
+        threads = session.config.concurrency
         limits = session.store.limits
         results: list[WriteResult] = []
         scratch = ScratchPool(part_size, self._max_inflight // part_size + 1, _has_gpu())
@@ -286,6 +282,8 @@ class StreamingWriter(StorageWriter):
             ) as bar,
         ):
             budget = Budget(self._max_inflight, stats)
+            if limits.sends_parts:
+                budget.try_acquire(len(plans) * (parallel + 1) * part_size)
 
             def collect(chunks: list[Chunk]) -> None:
                 for chunk in chunks:
@@ -335,7 +333,7 @@ class StreamingWriter(StorageWriter):
             for name, gate, chunk in _in_turn(active):
                 if name not in uploads:
                     uploads[name] = self._call(
-                        lambda store, name=name: store.create(name, part_size),  # type: ignore[misc]
+                        lambda store, name=name: store.create(name, part_size, parallel),  # type: ignore[misc]
                         f"create {name}",
                     )
                 sizes[name] = chunk.offset + chunk.size
@@ -358,20 +356,24 @@ class StreamingWriter(StorageWriter):
             pool.drain()
         return results
 
-    def _fitting_part(self, limits: Limits, largest_file: int) -> int:
-        """The part size asked for, as the store and the memory limit allow it."""
-        # One part is being filled (with its staging copy) while others are written.
-        most = self._max_inflight // (1 + limits.write_copies)
-        part = max(min(self._part_size, most), limits.min_part)
-        part = max(part, -(-2 * largest_file // limits.max_parts))
-        part = max(part - part % 64, 64)
-        if part > max(most, 64):
-            raise StorageError(
-                f"max_inflight_bytes={self._max_inflight} is too small: files of about "
-                f"{largest_file} bytes are written here in parts of {part}, which takes at least "
-                f"{part * (1 + limits.write_copies)} bytes"
-            )
-        return part
+    def _shape(self, limits: Limits, largest: int) -> tuple[int, int, int]:
+        """How many files at once, how many parts of each, and the part size, so that all buffers
+        fit into the memory limit; `largest` is the size that one file could have.
+        """
+        most = 0
+        for files, parallel in ((4, 4), (2, 4), (1, 4), (1, 2), (1, 1)):
+            # A part is being filled and, staged, its copy; the store holds those that it sends.
+            held = files * (parallel + 1) if limits.sends_parts else 0
+            most = self._max_inflight // (1 + limits.write_copies + held)
+            part = max(min(self._part_size, most), limits.min_part)
+            part = max(part, -(-2 * largest // limits.max_parts))
+            part = max(part - part % 64, 64)
+            if part <= max(most, 64):
+                return files, parallel, part
+        raise StorageError(
+            f"max_inflight_bytes={self._max_inflight} is too small: {largest} bytes are written "
+            f"to this storage in parts of at least {limits.min_part}; {most} bytes fit"
+        )
 
     # ---- committing and cleaning up ----
 
