@@ -23,10 +23,14 @@ class Checksum(Protocol):
     """One algorithm.  Values are unsigned 32-bit; 0 is the checksum of nothing."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What the metadata calls it."""
 
     def extend(self, crc: int, data: memoryview | bytes) -> int:
         """The checksum of what `crc` is the checksum of, followed by `data`."""
+
+    def blocks(self, data: memoryview, block: int) -> list[int]:
+        """The checksum of each `block` bytes of `data`, whose length is a multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +40,20 @@ class _Zlib:
     def extend(self, crc: int, data: memoryview | bytes) -> int:
         return zlib.crc32(data, crc)
 
+    def blocks(self, data: memoryview, block: int) -> list[int]:
+        return [zlib.crc32(data[at : at + block]) for at in range(0, len(data), block)]
 
-# google_crc32c takes `bytes` and ctypes arrays but no memoryview.  One array type serves all
-# lengths: ctypes makes a class for each length, which costs more than it saves.
-_STEP = 1 << 16
+
+# google_crc32c takes `bytes` and ctypes arrays but no memoryview.  ctypes makes a class for each
+# length of array, so only few lengths are used: this one, and those of checksum blocks.
+_STEP = 1 << 14
 _Array = ctypes.c_char * _STEP
 
 
 @dataclass(frozen=True)
 class _Castagnoli:
     raw_extend: Callable[[int, object], int]
+    raw_value: Callable[[object], int]
     name: str = "crc32c"
 
     def extend(self, crc: int, data: memoryview | bytes) -> int:
@@ -61,6 +69,16 @@ class _Castagnoli:
             crc = self.raw_extend(crc, bytes(data[done:]))
         return crc
 
+    def blocks(self, data: memoryview, block: int) -> list[int]:
+        if data.readonly:
+            return [
+                self.raw_value(bytes(data[at : at + block])) for at in range(0, len(data), block)
+            ]
+        at = (ctypes.c_char * block).from_address
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        value = self.raw_value
+        return [value(at(start)) for start in range(begin, begin + len(data), block)]
+
 
 def _castagnoli() -> Checksum | None:
     try:
@@ -69,7 +87,7 @@ def _castagnoli() -> Checksum | None:
         return None
     if google_crc32c.implementation != "c":  # its pure Python form runs at about 1 MB/s
         return None
-    return _Castagnoli(google_crc32c.extend)
+    return _Castagnoli(google_crc32c.extend, google_crc32c.value)
 
 
 def best_checksum() -> Checksum:
@@ -112,6 +130,12 @@ class BlockHasher:
         """Take the next bytes of the stream."""
         position, size = 0, len(data)
         while position < size:
+            whole = (size - position) // self._block * self._block
+            if whole and not self._filled:
+                part = data[position : position + whole]
+                self._done += self._checksum.blocks(part, self._block)
+                position += whole
+                continue
             take = min(self._block - self._filled, size - position)
             self._open = self._checksum.extend(self._open, data[position : position + take])
             self._filled += take

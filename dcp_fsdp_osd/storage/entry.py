@@ -348,25 +348,25 @@ def parse_foreign(
         prefix = next(n for n in records if n.endswith(b"/data.pkl")).removesuffix(b"data.pkl")
         order = records.get(prefix + b"byteorder")
         if order is not None and _record(head, *order) != _BYTEORDER:
-            return None
+            raise _NotPlain
         pickled = _record(head, *records[prefix + b"data.pkl"])
         args = _TensorUnpickler(io.BytesIO(pickled)).load()
         # v2 and v3 take more arguments for conjugate and negative views: not plain.
         storage, start, sizes, strides, _, hooks, *named = args
         if hooks or len(named) != (storage.dtype is None):
-            return None
+            raise _NotPlain
         dtype = storage.dtype or named[0]
         itemsize = itemsizes[dtype]
         if tuple(strides) != contiguous_strides(sizes) and math.prod(sizes) > 1:
-            return None
+            raise _NotPlain
         offset, size = records[prefix + b"data/" + storage.key.encode()]
         name_size, extra_size = struct.unpack_from("<HH", head, offset + 26)
         nbytes = math.prod(sizes) * itemsize
         begin = offset + 30 + name_size + extra_size + start * itemsize
         if start < 0 or min(sizes, default=0) < 0 or (start * itemsize + nbytes) > size:
-            return None
+            raise _NotPlain
         if head[offset : offset + 4] != _LOCAL or begin + nbytes > length:
-            return None
+            raise _NotPlain
         return ForeignTensor(dtype, tuple(sizes), begin, nbytes)
     except (
         _NotPlain, AttributeError, EOFError, IndexError, KeyError, StopIteration, TypeError,

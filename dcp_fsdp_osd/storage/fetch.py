@@ -109,12 +109,15 @@ class Fetcher:
         )
         self._entries: list[Entry] = []
         self._items: list[Item] = []
+        self._sizes: dict[str, int] = {}  # of files with large entries
 
     def run(self, reads: Sequence[ReadItem]) -> None:
         """Read all items and commit each to the planner."""
         session = self._session
         threads = session.config.concurrency
-        with Pool(threads, stall=self._stall, what=f"{session.url}: read") as self._pool:
+        with Pool(
+            threads, stall=self._stall, what=f"{session.url}: read", stats=self._stats
+        ) as self._pool:
             wanted = self._plan(reads)
             fetches = coalesce(wanted, gap=self._limits.gap, limit=self._limit)
             total = sum(fetch.end - fetch.start for fetch in fetches)
@@ -167,11 +170,11 @@ class Fetcher:
         entry.items = [Item(read, entry) for read in group]
         self._entries.append(entry)
         self._stats.add(needed=info.length)
-        if info.length > _CHECK_SIZE:
-            self._check_size(entry)
+        self._check_size(entry)
         return [(info.name, segment) for segment in entry.plan(self._limit)]
 
     def _plan_tensor(self, entry: TensorEntry, group: list[ReadItem]) -> list[tuple[str, Segment]]:
+        self._check_size(entry)
         first = len(self._items)
         entry.items = [Item(read, entry) for read in group]
         self._items += entry.items
@@ -186,17 +189,21 @@ class Fetcher:
         return [(entry.info.name, segment) for segment in found]
 
     def _check_size(self, entry: Entry) -> None:
-        """Do not allocate for an entry that the file cannot hold."""
+        """Do not plan or allocate for a large entry that its file cannot hold."""
         info = entry.info
-        store = self._session.store
-        try:
-            size = self._session.call(lambda: store.size(info.name), "size", self._stats)
-        except FileNotFoundError:
-            size = 0
-        if info.offset + info.length > size:
+        if info.length <= _CHECK_SIZE:
+            return
+        if info.name not in self._sizes:
+            store = self._session.store
+            try:
+                size = self._session.call(lambda: store.size(info.name), "size", self._stats)
+            except FileNotFoundError:
+                size = 0
+            self._sizes[info.name] = size
+        if info.offset + info.length > self._sizes[info.name]:
             raise CorruptCheckpointError(
                 f"{self._session.url}: rank {self._session.rank}: {entry.where()}: the file has "
-                f"only {size} bytes"
+                f"only {self._sizes[info.name]} bytes"
             )
 
     def _read_ends(

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from dcp_fsdp_osd.errors import StorageError, UnsafeCheckpointError
 
@@ -39,7 +39,9 @@ __all__ = [
     "scatter",
 ]
 
-Backend = Literal["auto", "fsspec", "local", "obstore"]
+Backend: TypeAlias = (
+    "Literal['auto', 'fsspec', 'local', 'obstore'] | Callable[[StoreConfig], Store]"
+)
 
 
 @dataclass(frozen=True)
@@ -147,12 +149,14 @@ class Store(Protocol):
 def open_store(config: StoreConfig) -> Store:
     """The store of a path or URL.
 
-    ``auto`` takes local access for paths, obstore for URLs that it serves where it is installed,
+    A function as the backend makes it.  ``auto`` takes local access for paths, obstore for URLs that it serves where it is installed,
     else fsspec.
 
     Raises:
         StorageError: no backend serves the URL, or the one asked for is not installed.
     """
+    if callable(config.backend):
+        return config.backend(config)
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.\-]*)://", config.url)
     backend = config.backend
     if backend not in ("auto", "fsspec", "local", "obstore"):

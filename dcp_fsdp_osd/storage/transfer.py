@@ -152,14 +152,14 @@ class Pool:
 
     The first error of a task stops the pool: queued tasks are cancelled, and :meth:`submit`,
     :meth:`poll` and :meth:`drain` raise it.  Leaving the block waits for running tasks, unless they
-    have stalled: no task finishing for `stall` seconds raises ``StorageError``, and a thread that
-    hangs in a system call is left behind.
+    have stalled: when for `stall` seconds no task ends and none is retried, ``StorageError`` is
+    raised and threads that hang in a system call are left behind.
     """
 
-    def __init__(self, threads: int, *, stall: float, what: str) -> None:
-        self._threads = threads
+    def __init__(self, threads: int, *, stall: float, what: str, stats: Stats) -> None:
         self._stall = stall
         self._what = what
+        self._stats = stats
         self._pending: set[Future[Any]] = set()
         self._stop = threading.Event()
         self._abandoned = False
@@ -195,16 +195,22 @@ class Pool:
         """Results of tasks that have ended, in no order; waits for one with `block`."""
         if not self._pending:
             return []
-        done, self._pending = wait(
-            self._pending, self._stall if block else 0, return_when=FIRST_COMPLETED
-        )
-        if block and not done:
-            self._abandoned = True
-            self._stop.set()
-            raise StorageError(
-                f"{self._what}: nothing was transferred for {self._stall:.0f} s; the storage "
-                "accepts requests and does not answer them"
+        done: set[Future[Any]] = set()
+        while not done:
+            retries = self._stats.retries
+            done, self._pending = wait(
+                self._pending, self._stall if block else 0, return_when=FIRST_COMPLETED
             )
+            if not block:
+                break
+            # While the storage answers with errors, the retry policy is what limits the wait.
+            if not done and self._stats.retries == retries:
+                self._abandoned = True
+                self._stop.set()
+                raise StorageError(
+                    f"{self._what}: nothing was transferred for {self._stall:.0f} s; the storage "
+                    "accepts requests and does not answer them"
+                )
         results = []
         for future in done:
             error = future.exception()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +20,14 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
-from dcp_fsdp_osd.storage.checksum import best_checksum
+from dcp_fsdp_osd.storage.checksum import best_checksum, checksum_named
 from dcp_fsdp_osd.storage.memory import ScratchPool
-from dcp_fsdp_osd.storage.metadata import dump_metadata, fill_metadata, metadata_name
+from dcp_fsdp_osd.storage.metadata import (
+    MAX_METADATA_BYTES,
+    dump_metadata,
+    fill_metadata,
+    metadata_name,
+)
 from dcp_fsdp_osd.storage.pack import Chunk, FilePlan, item_bytes, pack, plan_files
 from dcp_fsdp_osd.storage.progress import Progress
 from dcp_fsdp_osd.storage.session import accepts, make_session
@@ -50,6 +56,7 @@ class _Ticket:
     prefix: str = ""
     save_id: str = ""
     ranks: int = 1
+    checksum: str | None = None
 
 
 class StreamingWriter(StorageWriter):
@@ -75,7 +82,9 @@ class StreamingWriter(StorageWriter):
             are not contiguous CPU memory, and the client's copies.  Tensors' own memory and
             objects that only ``torch.save`` can write are not buffers.
         checksum: write checksums (crc32c where google-crc32c is installed, else zlib's crc32).
-        backend: ``"auto"``, ``"local"``, ``"fsspec"`` or ``"obstore"``.
+        backend: ``"auto"`` (local access for paths; for URLs obstore where it is installed, serves the
+            scheme and is what the options are for, else fsspec), ``"local"``, ``"fsspec"``,
+            ``"obstore"``, or a function that makes a store from a ``StoreConfig``.
         storage_options: passed to the backend's client unchanged.  Never shown in errors or logs.
         progress: a bar on rank 0 in a terminal, log lines elsewhere.
         fsync: local paths only: everything is on the disk before ``.metadata`` is.
@@ -158,8 +167,15 @@ class StreamingWriter(StorageWriter):
         if self._is_coordinator or self._metadata_rank is not None:
             with self._timed("prepare"):
                 found = self._call(lambda store: store.sizes(), "list")
-                if metadata_name(self._metadata_rank) in found and not self._overwrite:
-                    raise self._exists()
+                if {metadata_name(self._metadata_rank), metadata_name()} & set(found):
+                    if not self._overwrite:
+                        raise self._exists()
+                    if self._metadata_rank is not None and metadata_name() in found:
+                        raise StorageError(
+                            f"{self._session.url}: a checkpoint of all ranks exists, which ranks "
+                            "that save without collectives cannot replace in one step; write "
+                            "elsewhere"
+                        )
                 notes = [name for name in found if name.endswith(f".{_ABORTED}")]
                 if notes:
                     self._call(lambda store: store.delete(notes), "delete old notes")
@@ -178,6 +194,7 @@ class StreamingWriter(StorageWriter):
                     prefix=f"__{number if self._metadata_rank is None else self._metadata_rank}_",
                     save_id=save_id,
                     ranks=len(plans),
+                    checksum=best_checksum().name if self._checksum else None,
                 ),
             )
             for number, plan in enumerate(plans)
@@ -197,7 +214,7 @@ class StreamingWriter(StorageWriter):
         save_id = ticket.save_id if fresh else self._ticket.nonce
         try:
             with self._timed("write"):
-                results = self._write(plan, planner, ticket.prefix, save_id, ticket.ranks)
+                results = self._write(plan, planner, replace(ticket, save_id=save_id))
         except BaseException:
             if fresh and ticket.ranks > 1:
                 self._remove_save(save_id)
@@ -210,15 +227,15 @@ class StreamingWriter(StorageWriter):
         """Check every file's size, then commit, then delete what was overwritten."""
         checksum = best_checksum().name if self._checksum else None
         files = fill_metadata(metadata, results, checksum)
-        try:
-            with self._timed("commit"):
-                metadata.version = "1.0.0"
-                metadata.storage_meta = self.storage_meta()
+        metadata.version = "1.0.0"
+        metadata.storage_meta = self.storage_meta()
+        with self._timed("commit"):
+            try:
                 self._check_files(files)
-                self._commit(dump_metadata(metadata))
-        except BaseException:
-            self._quietly(lambda: self._delete(list(files)), "remove the failed save")
-            raise
+            except BaseException:
+                self._remove_uncommitted(files)
+                raise
+            self._commit(dump_metadata(metadata), files)
         if self._overwrite:
             self._quietly(lambda: self._sweep(files), "remove the overwritten checkpoint")
 
@@ -234,21 +251,22 @@ class StreamingWriter(StorageWriter):
 
     # ---- writing ----
 
-    def _write(
-        self, plan: SavePlan, planner: SavePlanner, prefix: str, save_id: str, ranks: int
-    ) -> list[WriteResult]:
+    def _write(self, plan: SavePlan, planner: SavePlanner, ticket: _Ticket) -> list[WriteResult]:
         limits = self._session.store.limits
         nbytes = sum(map(item_bytes, plan.items))
         files, parallel, part_size = self._shape(limits, nbytes)
         plans = plan_files(
-            plan.items, prefix=prefix, save_id=save_id, files=files, least=_FILE_BYTES
+            plan.items, prefix=ticket.prefix, save_id=ticket.save_id, files=files, least=_FILE_BYTES
         )
         names = [file.name for file in plans]
         uploads: dict[str, Upload] = {}
         try:
-            results = self._write_files(plans, planner, part_size, parallel, uploads)
-            if ranks > 1 and self._call(
-                lambda store: f"__{save_id}.{_ABORTED}" in store.sizes(), "look for a failed rank"
+            results = self._write_files(
+                plans, planner, ticket.checksum, part_size, parallel, uploads
+            )
+            if ticket.ranks > 1 and self._call(
+                lambda store: f"__{ticket.save_id}.{_ABORTED}" in store.sizes(),
+                "look for a failed rank",
             ):
                 raise StorageError(
                     f"{self._session.url}: another rank failed to write its part of this save"
@@ -264,6 +282,7 @@ class StreamingWriter(StorageWriter):
         self,
         plans: list[FilePlan],
         planner: SavePlanner,
+        checksum: str | None,
         part_size: int,
         parallel: int,
         uploads: dict[str, Upload],
@@ -276,7 +295,7 @@ class StreamingWriter(StorageWriter):
         total = sum(file.nbytes for file in plans)
         stats.add(needed=sum(item_bytes(item) for file in plans for item in file.items))
         with (
-            Pool(threads, stall=self._stall, what=f"{session.url}: write") as pool,
+            Pool(threads, stall=self._stall, what=f"{session.url}: write", stats=stats) as pool,
             Progress(
                 f"save {session.url}", total, rank=session.rank, enabled=self._progress
             ) as bar,
@@ -321,7 +340,7 @@ class StreamingWriter(StorageWriter):
                         planner,
                         part_size=part_size,
                         copies=limits.write_copies,
-                        checksum=best_checksum() if self._checksum else None,
+                        checksum=checksum_named(checksum) if checksum else None,
                         scratch=scratch,
                         reserve=reserve,
                         results=results,
@@ -390,7 +409,7 @@ class StreamingWriter(StorageWriter):
                 f"as they were written: {'; '.join(wrong[:10])}"
             )
 
-    def _commit(self, data: bytes) -> None:
+    def _commit(self, data: bytes, files: dict[str, int]) -> None:
         """The one step after which the checkpoint exists."""
         name = metadata_name(self._metadata_rank)
         try:
@@ -398,10 +417,26 @@ class StreamingWriter(StorageWriter):
                 lambda store: store.put(name, data, exclusive=not self._overwrite),
                 f"commit {name}",
             )
-        except FileExistsError:
-            # A try that failed after the server had done it finds its own file.
-            if self._call(lambda store: store.read(name, len(data)), f"read {name}") != data:
+        except BaseException as error:
+            # The answer may have been lost after the server had done it: look what is there.
+            # Where that fails too the files stay, because they may be part of a checkpoint.
+            try:
+                found = self._session.call(
+                    lambda: self._session.store.read(name, MAX_METADATA_BYTES),
+                    f"read {name}",
+                    self.stats,
+                )
+            except FileNotFoundError:
+                found = b""
+            if found == data:
+                return
+            self._remove_uncommitted(files)
+            if isinstance(error, FileExistsError):
                 raise self._exists() from None
+            raise
+
+    def _remove_uncommitted(self, files: dict[str, int]) -> None:
+        self._quietly(lambda: self._delete(list(files)), "remove the failed save")
 
     def _exists(self) -> StorageError:
         return StorageError(
@@ -414,13 +449,16 @@ class StreamingWriter(StorageWriter):
         of saves that were killed.
         """
         own = f"__{self._metadata_rank}_" if self._metadata_rank is not None else "__"
+        marker = re.escape(metadata_name(self._metadata_rank))
         self._delete(
             [
                 name
                 for name in self._call(lambda store: store.sizes(), "list")
-                if name.startswith(own)
-                and name.endswith((".distcp", f".{_ABORTED}"))
-                and name not in files
+                if name not in files
+                and (
+                    (name.startswith(own) and name.endswith((".distcp", f".{_ABORTED}")))
+                    or re.fullmatch(rf"{marker}\.[0-9a-f]+\.tmp", name)
+                )
             ]
         )
 
@@ -458,7 +496,12 @@ class StreamingWriter(StorageWriter):
             logger.warning("%s: could not %s: %s", self._session.url, what, type(error).__name__)
 
     def _call(self, call: Callable[[Store], T], what: str) -> T:
-        return self._session.call(lambda: call(self._session.store), what, self.stats)
+        try:
+            return self._session.call(lambda: call(self._session.store), what, self.stats)
+        except FileNotFoundError as error:
+            raise StorageError(
+                f"{self._session.url}: {what}: the folder or bucket does not exist"
+            ) from error
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
