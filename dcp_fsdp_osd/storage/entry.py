@@ -20,26 +20,19 @@ All functions are pure.  Formats: PKWARE APPNOTE 6.3 (zip), pickle protocol 2; w
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 import struct
 import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError
 
 __all__ = [
     "ALIGNMENT",
-    "HEAD_BYTES",
-    "TAIL_BYTES",
-    "ForeignTensor",
     "block_size",
     "contiguous_strides",
-    "parse_foreign",
     "table_bytes",
     "tensor_header",
     "tensor_trailer",
@@ -51,12 +44,12 @@ _TABLE_NAME = b"archive/.dcp_fsdp_osd/crc"
 _PAYLOAD_NAME = b"archive/data/0"
 _BYTEORDER = sys.byteorder.encode()
 _UTF8 = 0x0800
-_MAX32 = 0xFFFFFFFF
-_LOCAL, _CENTRAL, _END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
-_END64, _LOCATOR64 = b"PK\x06\x06", b"PK\x06\x07"
+MAX32 = 0xFFFFFFFF
+LOCAL, CENTRAL, END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
+END64, LOCATOR64 = b"PK\x06\x06", b"PK\x06\x07"
 
 # torch.save names dtypes that are older than UntypedStorage by a storage class, others by dtype.
-_STORAGE_CLASS = {
+STORAGE_CLASS = {
     "bfloat16": "BFloat16Storage",
     "bool": "BoolStorage",
     "complex128": "ComplexDoubleStorage",
@@ -70,7 +63,6 @@ _STORAGE_CLASS = {
     "int8": "CharStorage",
     "uint8": "ByteStorage",
 }
-_CLASS_DTYPE = {value: key for key, value in _STORAGE_CLASS.items()}
 
 
 def block_size(nbytes: int) -> int:
@@ -118,7 +110,7 @@ def _pickled_text(text: str) -> bytes:
 def _tensor_pickle(dtype: str, sizes: Sequence[int], nbytes: int) -> bytes:
     """What ``torch.save`` pickles for a contiguous CPU tensor, without the unused memo."""
     numel = math.prod(sizes)
-    storage = _STORAGE_CLASS.get(dtype)
+    storage = STORAGE_CLASS.get(dtype)
     version, where, count = (
         (b"2", b"torch\n" + storage.encode(), numel)
         if storage
@@ -152,14 +144,14 @@ class _Record:
 
 def _local_header(name: bytes, crc: int, size: int, extra: bytes = b"") -> bytes:
     stated = size
-    if size >= _MAX32:
+    if size >= MAX32:
         extra = struct.pack("<HHQQ", 1, 16, size, size) + extra
-        stated = _MAX32
-    version = 45 if size >= _MAX32 else 20
+        stated = MAX32
+    version = 45 if size >= MAX32 else 20
     return (
         struct.pack(
             "<4sHHHHHIIIHH",
-            _LOCAL,
+            LOCAL,
             version,
             _UTF8,
             0,
@@ -180,18 +172,18 @@ def _central_header(record: _Record) -> bytes:
     wide = b""
     size = record.size
     offset = record.offset
-    if size >= _MAX32:
+    if size >= MAX32:
         wide += struct.pack("<QQ", size, size)
-        size = _MAX32
-    if offset >= _MAX32:
+        size = MAX32
+    if offset >= MAX32:
         wide += struct.pack("<Q", offset)
-        offset = _MAX32
+        offset = MAX32
     extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
     version = 45 if wide else 20
     return (
         struct.pack(
             "<4sHHHHHHIIIHHHHHII",
-            _CENTRAL,
+            CENTRAL,
             version,
             version,
             _UTF8,
@@ -233,7 +225,7 @@ def tensor_trailer(header: bytes, nbytes: int, table: Sequence[int] | None) -> b
     """All bytes of an entry after its payload; `table` is the block table, or None for none."""
     records = []
     position = 0
-    while header[position : position + 4] == _LOCAL:
+    while header[position : position + 4] == LOCAL:
         crc, _, size, name_size, extra_size = struct.unpack_from("<IIIHH", header, position + 14)
         body = position + 30 + name_size + extra_size
         name = header[position + 30 : position + 30 + name_size]
@@ -257,11 +249,11 @@ def tensor_trailer(header: bytes, nbytes: int, table: Sequence[int] | None) -> b
 
 def _zip_end(count: int, size: int, offset: int) -> bytes:
     wide = b""
-    if offset >= _MAX32:
-        wide = struct.pack("<4sQHHIIQQQQ", _END64, 44, 45, 45, 0, 0, count, count, size, offset)
-        wide += struct.pack("<4sIQI", _LOCATOR64, 0, offset + size, 1)
-        offset = _MAX32
-    return wide + struct.pack("<4sHHHHIIH", _END, 0, 0, count, count, size, offset, 0)
+    if offset >= MAX32:
+        wide = struct.pack("<4sQHHIIQQQQ", END64, 44, 45, 45, 0, 0, count, count, size, offset)
+        wide += struct.pack("<4sIQI", LOCATOR64, 0, offset + size, 1)
+        offset = MAX32
+    return wide + struct.pack("<4sHHHHIIH", END, 0, 0, count, count, size, offset, 0)
 
 
 def table_bytes(nbytes: int) -> int:
@@ -276,161 +268,3 @@ def unpack_table(trailer: bytes, nbytes: int) -> tuple[int, ...]:
     if trailer[30:begin] != _TABLE_NAME or len(trailer) < begin + size:
         raise CorruptCheckpointError("the entry's trailer holds no table of block checksums")
     return struct.unpack_from(f"<{size // 4}I", trailer, begin)
-
-
-# ---- entries that torch.save wrote ----
-
-HEAD_BYTES = 1 << 11
-"""How much of the beginning of a foreign entry is read to parse it."""
-TAIL_BYTES = 1 << 12
-"""How much of the end of a foreign entry is read to parse it."""
-
-
-@dataclass(frozen=True)
-class ForeignTensor:
-    """Where the payload of an entry that ``torch.save`` wrote lies; a contiguous plain tensor.
-
-    `payload` is the offset in the entry of the tensor's first element, `nbytes` its length.
-    """
-
-    dtype: str
-    sizes: tuple[int, ...]
-    payload: int
-    nbytes: int
-
-
-class _NotPlain(Exception):
-    """Anything that is not one contiguous strided tensor; torch.load must do."""
-
-
-@dataclass(frozen=True)
-class _Storage:
-    dtype: str | None
-    key: str
-    count: int
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Reads the pickle of one tensor into a description; constructs nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return lambda *args: args
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module == "torch" and name in _CLASS_DTYPE:
-            return _CLASS_DTYPE[name]
-        if module == "torch.storage" and name == "UntypedStorage":
-            return None
-        if module == "torch" and name.replace("_", "").isalnum() and name.islower():
-            return name  # a dtype; the caller checks that it is one
-        raise _NotPlain
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        kind, dtype, key, _, count = pid
-        if kind != "storage":
-            raise _NotPlain
-        return _Storage(dtype, key, count)
-
-
-def parse_foreign(
-    head: bytes, tail: bytes, length: int, itemsizes: dict[str, int]
-) -> ForeignTensor | None:
-    """Find the payload in an entry of ``torch.save``.
-
-    `head` and `tail` are the first and last bytes of an entry of `length` bytes (overlapping, or
-    all of it, where it is short).  None means that the entry has to go through ``torch.load``: a
-    legacy file, a subclass, a strided tensor, other byte order, or a directory that is not in the
-    tail.  No byte of the entry is trusted: what is returned lies inside of it.
-    """
-    try:
-        records = _directory(tail, length)
-        prefix = next(n for n in records if n.endswith(b"/data.pkl")).removesuffix(b"data.pkl")
-        order = records.get(prefix + b"byteorder")
-        if order is not None and _record(head, *order) != _BYTEORDER:
-            raise _NotPlain
-        pickled = _record(head, *records[prefix + b"data.pkl"])
-        args = _TensorUnpickler(io.BytesIO(pickled)).load()
-        # v2 and v3 take more arguments for conjugate and negative views: not plain.
-        storage, start, sizes, strides, _, hooks, *named = args
-        if hooks or len(named) != (storage.dtype is None):
-            raise _NotPlain
-        dtype = storage.dtype or named[0]
-        itemsize = itemsizes[dtype]
-        if tuple(strides) != contiguous_strides(sizes) and math.prod(sizes) > 1:
-            raise _NotPlain
-        offset, size = records[prefix + b"data/" + storage.key.encode()]
-        name_size, extra_size = struct.unpack_from("<HH", head, offset + 26)
-        nbytes = math.prod(sizes) * itemsize
-        begin = offset + 30 + name_size + extra_size + start * itemsize
-        if start < 0 or min(sizes, default=0) < 0 or (start * itemsize + nbytes) > size:
-            raise _NotPlain
-        if head[offset : offset + 4] != _LOCAL or begin + nbytes > length:
-            raise _NotPlain
-        return ForeignTensor(dtype, tuple(sizes), begin, nbytes)
-    except (
-        _NotPlain, AttributeError, EOFError, IndexError, KeyError, StopIteration, TypeError,
-        UnicodeError, ValueError, pickle.UnpicklingError, struct.error,
-    ):  # fmt: skip
-        return None
-
-
-def _record(head: bytes, offset: int, size: int) -> bytes:
-    if head[offset : offset + 4] != _LOCAL:
-        raise ValueError
-    name_size, extra_size = struct.unpack_from("<HH", head, offset + 26)
-    begin = offset + 30 + name_size + extra_size
-    if begin + size > len(head):
-        raise ValueError
-    return head[begin : begin + size]
-
-
-def _directory(tail: bytes, length: int) -> dict[bytes, tuple[int, int]]:
-    """Record name -> (offset of its local header, size), from the zip's directory."""
-    end = tail.rfind(_END)
-    if end < 0:
-        raise ValueError
-    count, size, offset = struct.unpack_from("<HII", tail, end + 10)
-    locator = end - 20
-    if locator >= 0 and tail[locator : locator + 4] == _LOCATOR64:
-        (where,) = struct.unpack_from("<Q", tail, locator + 8)
-        wide = where - (length - len(tail))
-        if wide < 0 or tail[wide : wide + 4] != _END64:
-            raise ValueError
-        count, size, offset = struct.unpack_from("<QQQ", tail, wide + 32)
-    position = offset - (length - len(tail))
-    if position < 0 or position + size > len(tail):
-        raise ValueError
-    records = {}
-    for _ in range(count):
-        if tail[position : position + 4] != _CENTRAL:
-            raise ValueError
-        method, usize, name_size, extra_size, comment = (
-            struct.unpack_from("<H", tail, position + 10)[0],
-            struct.unpack_from("<I", tail, position + 24)[0],
-            *struct.unpack_from("<HHH", tail, position + 28),
-        )
-        (offset,) = struct.unpack_from("<I", tail, position + 42)
-        name = tail[position + 46 : position + 46 + name_size]
-        extra = tail[position + 46 + name_size : position + 46 + name_size + extra_size]
-        usize, offset = _widen(extra, usize, offset)
-        if method == 0:
-            records[name] = (offset, usize)
-        position += 46 + name_size + extra_size + comment
-    return records
-
-
-def _widen(extra: bytes, usize: int, offset: int) -> tuple[int, int]:
-    position = 0
-    while position + 4 <= len(extra):
-        tag, size = struct.unpack_from("<HH", extra, position)
-        if tag == 1:
-            values = list(struct.unpack_from(f"<{size // 8}Q", extra, position + 4))
-            if usize == _MAX32 and values:
-                usize = values.pop(0)
-                if values and len(values) > (offset == _MAX32):
-                    values.pop(0)  # the compressed size
-            if offset == _MAX32 and values:
-                offset = values.pop(0)
-        position += 4 + size
-    return usize, offset

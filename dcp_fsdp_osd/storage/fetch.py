@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError
 from dcp_fsdp_osd.storage.checksum import BlockHasher, Checksum
-from dcp_fsdp_osd.storage.entry import HEAD_BYTES, TAIL_BYTES
+from dcp_fsdp_osd.storage.foreign import HEAD_BYTES, TAIL_BYTES
 from dcp_fsdp_osd.storage.memory import DTYPES, ScratchPool, view_bytes
 from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo
 from dcp_fsdp_osd.storage.progress import Progress

@@ -149,8 +149,8 @@ class Store(Protocol):
 def open_store(config: StoreConfig) -> Store:
     """The store of a path or URL.
 
-    A function as the backend makes it.  ``auto`` takes local access for paths, obstore for URLs that it serves where it is installed,
-    else fsspec.
+    A function as the backend makes it.  ``auto`` takes local access for paths, obstore for URLs
+    that it serves where it is installed, else fsspec.
 
     Raises:
         StorageError: no backend serves the URL, or the one asked for is not installed.

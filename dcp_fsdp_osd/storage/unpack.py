@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError, UnsafeCheckpointError
 from dcp_fsdp_osd.storage.checksum import Checksum
-from dcp_fsdp_osd.storage.entry import ForeignTensor, block_size, parse_foreign, unpack_table
+from dcp_fsdp_osd.storage.entry import block_size, unpack_table
+from dcp_fsdp_osd.storage.foreign import ForeignTensor, parse_foreign
 from dcp_fsdp_osd.storage.memory import DTYPES, copy_flat_range, is_plain, view_bytes
 from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo, entry_info
 from dcp_fsdp_osd.storage.ranges import Piece, Segment, box_runs, segments

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -19,28 +17,20 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
+from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.checksum import best_checksum, checksum_named
+from dcp_fsdp_osd.storage.commit import Committer
 from dcp_fsdp_osd.storage.memory import ScratchPool
-from dcp_fsdp_osd.storage.metadata import (
-    MAX_METADATA_BYTES,
-    dump_metadata,
-    fill_metadata,
-    metadata_name,
-)
+from dcp_fsdp_osd.storage.metadata import dump_metadata, fill_metadata
 from dcp_fsdp_osd.storage.pack import Chunk, FilePlan, item_bytes, pack, plan_files
 from dcp_fsdp_osd.storage.progress import Progress
 from dcp_fsdp_osd.storage.session import accepts, make_session
-from dcp_fsdp_osd.storage.store import Backend, Limits, Store, Upload
+from dcp_fsdp_osd.storage.store import Backend, Limits, Upload
 from dcp_fsdp_osd.storage.transfer import Budget, InOrder, Pool, RetryPolicy, Stats
 
 __all__ = ["StreamingWriter"]
 
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
-
 _FILE_BYTES = 64 << 20  # a rank begins a second file when it has about this much for each
-_ABORTED = "aborted"  # suffix of the note that one rank's failure leaves for the others
 
 
 @dataclass(frozen=True)
@@ -82,9 +72,9 @@ class StreamingWriter(StorageWriter):
             are not contiguous CPU memory, and the client's copies.  Tensors' own memory and
             objects that only ``torch.save`` can write are not buffers.
         checksum: write checksums (crc32c where google-crc32c is installed, else zlib's crc32).
-        backend: ``"auto"`` (local access for paths; for URLs obstore where it is installed, serves the
-            scheme and is what the options are for, else fsspec), ``"local"``, ``"fsspec"``,
-            ``"obstore"``, or a function that makes a store from a ``StoreConfig``.
+        backend: ``"local"``, ``"fsspec"``, ``"obstore"``, a function that makes a store of a
+            ``StoreConfig``, or ``"auto"``: local access for paths; for URLs obstore where it is
+            installed, serves the scheme and has options of these names, else fsspec.
         storage_options: passed to the backend's client unchanged.  Never shown in errors or logs.
         progress: a bar on rank 0 in a terminal, log lines elsewhere.
         fsync: local paths only: everything is on the disk before ``.metadata`` is.
@@ -166,19 +156,7 @@ class StreamingWriter(StorageWriter):
         """Refuse to overwrite, where that was not asked for; DCP then raises on every rank."""
         if self._is_coordinator or self._metadata_rank is not None:
             with self._timed("prepare"):
-                found = self._call(lambda store: store.sizes(), "list")
-                if {metadata_name(self._metadata_rank), metadata_name()} & set(found):
-                    if not self._overwrite:
-                        raise self._exists()
-                    if self._metadata_rank is not None and metadata_name() in found:
-                        raise StorageError(
-                            f"{self._session.url}: a checkpoint of all ranks exists, which ranks "
-                            "that save without collectives cannot replace in one step; write "
-                            "elsewhere"
-                        )
-                notes = [name for name in found if name.endswith(f".{_ABORTED}")]
-                if notes:
-                    self._call(lambda store: store.delete(notes), "delete old notes")
+                self._committer.check_free()
         return replace(plan, storage_data=_Ticket(self._ticket.nonce))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -217,7 +195,7 @@ class StreamingWriter(StorageWriter):
                 results = self._write(plan, planner, replace(ticket, save_id=save_id))
         except BaseException:
             if fresh and ticket.ranks > 1:
-                self._remove_save(save_id)
+                self._committer.abort_all(save_id)
             raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -230,14 +208,7 @@ class StreamingWriter(StorageWriter):
         metadata.version = "1.0.0"
         metadata.storage_meta = self.storage_meta()
         with self._timed("commit"):
-            try:
-                self._check_files(files)
-            except BaseException:
-                self._remove_uncommitted(files)
-                raise
-            self._commit(dump_metadata(metadata), files)
-        if self._overwrite:
-            self._quietly(lambda: self._sweep(files), "remove the overwritten checkpoint")
+            self._committer.publish(dump_metadata(metadata), files)
 
     @property
     def checkpoint_id(self) -> str:
@@ -259,22 +230,23 @@ class StreamingWriter(StorageWriter):
             plan.items, prefix=ticket.prefix, save_id=ticket.save_id, files=files, least=_FILE_BYTES
         )
         names = [file.name for file in plans]
+        committer = self._committer
         uploads: dict[str, Upload] = {}
         try:
             results = self._write_files(
-                plans, planner, ticket.checksum, part_size, parallel, uploads
+                plans,
+                planner,
+                uploads,
+                checksum=ticket.checksum,
+                part_size=part_size,
+                parallel=parallel,
             )
-            if ticket.ranks > 1 and self._call(
-                lambda store: f"__{ticket.save_id}.{_ABORTED}" in store.sizes(),
-                "look for a failed rank",
-            ):
-                raise StorageError(
-                    f"{self._session.url}: another rank failed to write its part of this save"
-                )
+            if ticket.ranks > 1:
+                committer.raise_if_aborted(ticket.save_id)
         except BaseException:
             for upload in uploads.values():
-                self._quietly(upload.abort, "abort an upload")
-            self._quietly(lambda: self._delete(names), "remove the failed save")
+                committer.quietly(upload.abort, "abort an upload")
+            committer.quietly(lambda: committer.remove(names), "remove the failed save")
             raise
         return results
 
@@ -282,10 +254,11 @@ class StreamingWriter(StorageWriter):
         self,
         plans: list[FilePlan],
         planner: SavePlanner,
+        uploads: dict[str, Upload],
+        *,
         checksum: str | None,
         part_size: int,
         parallel: int,
-        uploads: dict[str, Upload],
     ) -> list[WriteResult]:
         stats, session = self.stats, self._session
         threads = session.config.concurrency
@@ -351,7 +324,7 @@ class StreamingWriter(StorageWriter):
             sizes: dict[str, int] = {}
             for name, gate, chunk in _in_turn(active):
                 if name not in uploads:
-                    uploads[name] = self._call(
+                    uploads[name] = self._committer.call(
                         lambda store, name=name: store.create(name, part_size, parallel),  # type: ignore[misc]
                         f"create {name}",
                     )
@@ -394,114 +367,11 @@ class StreamingWriter(StorageWriter):
             f"to this storage in parts of at least {limits.min_part}; {most} bytes fit"
         )
 
-    # ---- committing and cleaning up ----
-
-    def _check_files(self, files: dict[str, int]) -> None:
-        found = self._call(lambda store: store.sizes(), "list")
-        wrong = [
-            f"{name}: expected {size} bytes, found {found.get(name, 'no such file')}"
-            for name, size in sorted(files.items())
-            if found.get(name) != size
-        ]
-        if wrong:
-            raise CorruptCheckpointError(
-                f"{self._session.url}: not committed, {len(wrong)} of {len(files)} files are not "
-                f"as they were written: {'; '.join(wrong[:10])}"
-            )
-
-    def _commit(self, data: bytes, files: dict[str, int]) -> None:
-        """The one step after which the checkpoint exists."""
-        name = metadata_name(self._metadata_rank)
-        try:
-            self._call(
-                lambda store: store.put(name, data, exclusive=not self._overwrite),
-                f"commit {name}",
-            )
-        except BaseException as error:
-            # The answer may have been lost after the server had done it: look what is there.
-            # Where that fails too the files stay, because they may be part of a checkpoint.
-            try:
-                found = self._session.call(
-                    lambda: self._session.store.read(name, MAX_METADATA_BYTES),
-                    f"read {name}",
-                    self.stats,
-                )
-            except FileNotFoundError:
-                found = b""
-            if found == data:
-                return
-            self._remove_uncommitted(files)
-            if isinstance(error, FileExistsError):
-                raise self._exists() from None
-            raise
-
-    def _remove_uncommitted(self, files: dict[str, int]) -> None:
-        self._quietly(lambda: self._delete(list(files)), "remove the failed save")
-
-    def _exists(self) -> StorageError:
-        return StorageError(
-            f"a checkpoint already exists at {self._session.url}; write elsewhere or pass "
-            "overwrite=True"
+    @property
+    def _committer(self) -> Committer:
+        return Committer(
+            self._session, self.stats, rank=self._metadata_rank, overwrite=self._overwrite
         )
-
-    def _sweep(self, files: dict[str, int]) -> None:
-        """Delete the data files that no committed metadata names: the old checkpoint's, and those
-        of saves that were killed.
-        """
-        own = f"__{self._metadata_rank}_" if self._metadata_rank is not None else "__"
-        marker = re.escape(metadata_name(self._metadata_rank))
-        self._delete(
-            [
-                name
-                for name in self._call(lambda store: store.sizes(), "list")
-                if name not in files
-                and (
-                    (name.startswith(own) and name.endswith((".distcp", f".{_ABORTED}")))
-                    or re.fullmatch(rf"{marker}\.[0-9a-f]+\.tmp", name)
-                )
-            ]
-        )
-
-    def _remove_save(self, save_id: str) -> None:
-        """Remove all ranks' files of a save that failed here, and tell those that still write.
-
-        Ranks look for the note after their last file is complete.  On a consistent store a file is
-        either listed here or completed after the note was written, and then its rank sees the note.
-        """
-        note = f"__{save_id}.{_ABORTED}"
-        self._quietly(
-            lambda: self._call(lambda store: store.put(note, b"", exclusive=False), "note"),
-            "note the failure",
-        )
-        self._quietly(
-            lambda: self._delete(
-                [
-                    name
-                    for name in self._call(lambda store: store.sizes(), "list")
-                    if name.endswith(f"_{save_id}.distcp")
-                ]
-            ),
-            "remove the failed save",
-        )
-
-    def _delete(self, names: list[str]) -> None:
-        if names:
-            self._call(lambda store: store.delete(names), f"delete {len(names)} files")
-
-    def _quietly(self, call: Callable[[], Any], what: str) -> None:
-        """Clean up without hiding the error that made it necessary."""
-        try:
-            call()
-        except Exception as error:
-            logger.warning("%s: could not %s: %s", self._session.url, what, type(error).__name__)
-
-    def _call(self, call: Callable[[Store], T], what: str) -> T:
-        try:
-            return self._session.call(lambda: call(self._session.store), what, self.stats)
-        except FileNotFoundError as error:
-            raise StorageError(
-                f"{self._session.url}: {what}: the folder or bucket does not exist"
-            ) from error
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

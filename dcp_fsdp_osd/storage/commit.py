@@ -1,0 +1,199 @@
+"""From files that are written to a checkpoint that exists, or back to nothing.
+
+The checkpoint exists when its metadata file does.  So that is put last and in one atomic step,
+and nothing that a committed metadata file names is touched before another one has replaced it.
+At each moment, whoever is killed, the folder holds the old checkpoint, the new one, or none;
+beside it may lie files that no metadata names, which the next commit there deletes.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
+from dcp_fsdp_osd.storage.metadata import MAX_METADATA_BYTES, metadata_name
+from dcp_fsdp_osd.storage.session import Session
+from dcp_fsdp_osd.storage.store import Store
+from dcp_fsdp_osd.storage.transfer import Stats
+
+__all__ = ["Committer"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_RANK_METADATA = re.compile(r"__\d+\.metadata")
+_NOTE = "aborted"
+
+
+class Committer:
+    """The commit protocol of one save.
+
+    Call order: :meth:`check_free` on the coordinator before anything is written; on each rank the
+    files, then :meth:`raise_if_aborted`; :meth:`publish` on the coordinator.  A rank that fails
+    calls :meth:`remove`, and :meth:`abort_all` if the save's id is known to all ranks.
+
+    `rank` is None, or this rank's number in a save without collectives, where each rank commits a
+    metadata file of its own.
+    """
+
+    def __init__(
+        self, session: Session, stats: Stats, *, rank: int | None, overwrite: bool
+    ) -> None:
+        self._session = session
+        self._stats = stats
+        self._rank = rank
+        self._name = metadata_name(rank)
+        self._overwrite = overwrite
+
+    def call(self, call: Callable[[Store], T], what: str) -> T:
+        """`call(store)` with the session's retries."""
+        try:
+            return self._session.call(lambda: call(self._session.store), what, self._stats)
+        except FileNotFoundError as error:
+            raise StorageError(
+                f"{self._session.url}: {what}: the folder or bucket does not exist"
+            ) from error
+
+    def quietly(self, call: Callable[[], Any], what: str) -> None:
+        """Clean up without hiding the error that made it necessary."""
+        try:
+            call()
+        except Exception as error:
+            logger.warning("%s: could not %s: %s", self._session.url, what, type(error).__name__)
+
+    def check_free(self) -> None:
+        """Raise if a checkpoint is there that must not or cannot be overwritten."""
+        found = self.call(lambda store: store.sizes(), "list")
+        there = self._markers(found)
+        if there and not self._overwrite:
+            raise self._exists()
+        if self._rank is not None and metadata_name() in there:
+            raise StorageError(
+                f"{self._session.url}: a checkpoint of all ranks exists, which ranks that save "
+                "without collectives cannot replace in one step; write elsewhere"
+            )
+        if self._rank is None:
+            self.remove([name for name in found if name.endswith(f".{_NOTE}")])
+
+    def publish(self, data: bytes, files: Mapping[str, int]) -> None:
+        """Make `files` (name -> size) the checkpoint that the metadata `data` describes.
+
+        Raises:
+            CorruptCheckpointError: a file is not as it was written; nothing is committed.
+            StorageError: a checkpoint exists, or the commit failed.
+        """
+        try:
+            found = self.call(lambda store: store.sizes(), "list")
+            self._check(files, found)
+        except BaseException:
+            self.quietly(lambda: self.remove(files), "remove the failed save")
+            raise
+        self._put(data, files)
+        debris = self._debris(files, found)
+        self.quietly(lambda: self.remove(debris), "remove what the new checkpoint replaces")
+
+    def remove(self, names: Collection[str]) -> None:
+        """Delete files; missing ones are no error."""
+        if names:
+            self.call(lambda store: store.delete(names), f"delete {len(names)} files")
+
+    def abort_all(self, save_id: str) -> None:
+        """Remove all ranks' files of a save that failed here, and tell those that still write.
+
+        They look for the note after their last file is complete.  On a consistent store a file is
+        either listed here, or was completed after the note was written; then its rank sees it.
+        """
+        note = _note(save_id)
+        self.quietly(
+            lambda: self.call(lambda store: store.put(note, b"", exclusive=False), "note"),
+            "note the failure",
+        )
+
+        def remove_listed() -> None:
+            found = self.call(lambda store: store.sizes(), "list")
+            self.remove([name for name in found if name.endswith(f"_{save_id}.distcp")])
+
+        self.quietly(remove_listed, "remove the failed save")
+
+    def raise_if_aborted(self, save_id: str) -> None:
+        """Raise if another rank has given this save up."""
+        try:
+            self._session.call(
+                lambda: self._session.store.size(_note(save_id)),
+                "look for a failed rank",
+                self._stats,
+            )
+        except FileNotFoundError:
+            return
+        raise StorageError(f"{self._session.url}: another rank failed to write its part")
+
+    def _markers(self, names: Collection[str]) -> set[str]:
+        """The metadata files that stand in the way of ours."""
+        if self._rank is not None:
+            return {self._name, metadata_name()} & set(names)
+        return {name for name in names if name == self._name or _RANK_METADATA.fullmatch(name)}
+
+    def _check(self, files: Mapping[str, int], found: Mapping[str, int]) -> None:
+        wrong = [
+            f"{name}: expected {size} bytes, found {found.get(name, 'no such file')}"
+            for name, size in sorted(files.items())
+            if found.get(name) != size
+        ]
+        if wrong:
+            raise CorruptCheckpointError(
+                f"{self._session.url}: not committed, {len(wrong)} of {len(files)} files are not "
+                f"as they were written: {'; '.join(wrong[:10])}"
+            )
+
+    def _put(self, data: bytes, files: Mapping[str, int]) -> None:
+        """The one step after which the checkpoint exists."""
+        name = self._name
+        try:
+            self.call(
+                lambda store: store.put(name, data, exclusive=not self._overwrite),
+                f"commit {name}",
+            )
+        except BaseException as error:
+            # The answer may have been lost after the server had done it: look what is there.
+            # Where that fails too the files stay, because they may be part of a checkpoint.
+            try:
+                found = self._session.call(
+                    lambda: self._session.store.read(name, MAX_METADATA_BYTES),
+                    f"read {name}",
+                    self._stats,
+                )
+            except FileNotFoundError:
+                found = b""
+            if found == data:
+                return
+            self.quietly(lambda: self.remove(files), "remove the failed save")
+            if isinstance(error, FileExistsError):
+                raise self._exists() from None
+            raise
+
+    def _debris(self, files: Mapping[str, int], found: Collection[str]) -> list[str]:
+        """Of the files `found` those of the checkpoint that was replaced and of killed saves."""
+        own = "__" if self._rank is None else f"__{self._rank}_"
+        temporary = re.compile(rf"{re.escape(self._name)}\.[0-9a-f]+\.tmp")
+        markers = self._markers(found) - {self._name}
+        data = [
+            name
+            for name in found
+            if (name.startswith(own) and name.endswith((".distcp", f".{_NOTE}")))
+            or temporary.fullmatch(name)
+        ]
+        # Metadata files first: what is left when this is cut short names no missing file.
+        return [*sorted(markers), *sorted(set(data) - set(files))]
+
+    def _exists(self) -> StorageError:
+        return StorageError(
+            f"a checkpoint already exists at {self._session.url}; write elsewhere or pass "
+            "overwrite=True"
+        )
+
+
+def _note(save_id: str) -> str:
+    return f"__{save_id}.{_NOTE}"
