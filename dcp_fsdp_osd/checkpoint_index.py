@@ -1,0 +1,110 @@
+"""What a checkpoint's metadata holds of one optimizer, whoever wrote it.  Pure: no IO.
+
+Reads the keys of our planner and of stock PyTorch: nested (``optim.state.<fqn>.<name>``,
+``optim.param_groups.<i>.<option>``) and those of ``flatten_optimizer_state_dict=True``
+(``optim.param_groups.<fqn>.<option>``, with one path element for all of it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from .optim_state import Path, SavedInfo, opaque_prefix
+
+__all__ = ["CheckpointIndex", "index_checkpoint"]
+
+
+@dataclass
+class CheckpointIndex:
+    """Keys of one optimizer in a checkpoint.
+
+    Attributes:
+        state: name in ``state`` -> path below it -> key.
+        groups: group (a number, or an FQN in a flattened checkpoint) -> path of the option -> key.
+        opaque: first FQN -> signature -> path -> key, of state that cannot be resharded.
+        tensors: key -> its storage metadata, for keys of tensors (other keys are objects).
+        info: what our save planner recorded; None for a checkpoint of stock PyTorch.
+        flattened: saved with ``flatten_optimizer_state_dict=True``.
+    """
+
+    state: dict[str, dict[Path, str]] = field(default_factory=dict)
+    groups: dict[int | str, dict[Path, str]] = field(default_factory=dict)
+    opaque: dict[str, dict[str, dict[Path, str]]] = field(default_factory=dict)
+    tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
+    info: SavedInfo | None = None
+    flattened: bool = False
+
+    @property
+    def empty(self) -> bool:
+        return not self.state and not self.groups
+
+    def known_groups(self) -> list[list[str]] | None:
+        """The FQNs of each group where metadata alone tells them; None if they must be read."""
+        if self.info is not None:
+            return [list(fqns) for fqns in self.info.groups]
+        if self.flattened:
+            return [[str(fqn)] for fqn in self.groups]
+        return None
+
+
+def index_checkpoint(
+    metadata: Metadata, path: tuple[str, ...], fqns: Iterable[str]
+) -> CheckpointIndex:
+    """Find the entries of the optimizer at ``path`` in a checkpoint.
+
+    Args:
+        path: where the optimizer lies in the state dict, e.g. ``("optim",)``.
+        fqns: names that parameters have now; needed to tell FQN and state name apart where the
+            checkpoint's paths do not.
+    """
+    planner_data = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    key = ".".join(path)
+    index = CheckpointIndex(info=SavedInfo.unpack(metadata.planner_data, key))
+    known = set(fqns)
+    hidden = opaque_prefix(path)
+    for name, storage in metadata.state_dict_metadata.items():
+        where: Path = tuple(planner_data.get(name) or (name,))
+        if len(where) == 1 and name.startswith(key + "."):  # saved with flatten_state_dict=False
+            where = (*path, name[len(key) + 1 :])
+        if where[: len(hidden)] == hidden:
+            fqn, signature, *rest = where[len(hidden) :]
+            found = index.opaque.setdefault(str(fqn), {}).setdefault(str(signature), {})
+            found[tuple(rest)] = name
+        elif where[: len(path)] == path:
+            _place(index, where[len(path) :], name, known)
+        else:
+            continue
+        if isinstance(storage, TensorStorageMetadata):
+            index.tensors[name] = storage
+    return index
+
+
+def _place(index: CheckpointIndex, where: Path, name: str, known: set[str]) -> None:
+    if len(where) == 1:
+        section, _, rest = str(where[0]).partition(".")
+        if section not in ("state", "param_groups") or not rest:
+            return
+        index.flattened = True
+        fqn, option = _split(rest, known)
+        table: dict[int | str, dict[Path, str]] = (
+            index.groups if section == "param_groups" else index.state  # type: ignore[assignment]
+        )
+        table.setdefault(fqn, {})[option] = name
+    elif where[0] == "state":
+        index.state.setdefault(str(where[1]), {})[where[2:]] = name
+    elif where[0] == "param_groups" and len(where) > 2:
+        group = where[1]
+        index.groups.setdefault(group, {})[where[2:]] = name
+
+
+def _split(text: str, known: set[str]) -> tuple[str, Path]:
+    """``"a.weight.exp_avg"`` as FQN and path: the longest known FQN, else all but the last part."""
+    parts = text.split(".")
+    for i in range(len(parts) - 1, 0, -1):
+        fqn = ".".join(parts[:i])
+        if fqn in known:
+            return fqn, tuple(parts[i:])
+    return ".".join(parts[:-1]), (parts[-1],)

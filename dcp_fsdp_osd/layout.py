@@ -1,0 +1,317 @@
+"""Which elements of which parameter this rank's optimizer holds.  Pure: no model, no tensor.
+
+A :class:`FlatLayout` is a plain value: it can be pickled, printed and compared, and it can be
+made for any rank of any world from a description alone (:func:`simulate`), which is how many
+ranks are planned in one process.  ``fsdp.py`` makes the same value from a live model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .errors import LayoutError
+from .geometry import Box, box_view, boxes_of_interval
+
+__all__ = ["FlatLayout", "ParamLayout", "Piece", "Segment", "Unit", "simulate", "units_of"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One box of a parameter and the flat memory it lies in.
+
+    Attributes:
+        box: where it lies in the parameter's N-D tensor.
+        offset: its first element in the rank's local flat tensor.
+        order: order of dimensions in memory, slowest first (``None``: row-major).
+    """
+
+    box: Box
+    offset: int
+    order: tuple[int, ...] | None = None
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The box as a view of the local flat tensor (1-D, contiguous), of shape ``box.sizes``.
+
+        Contiguous unless the parameter itself is not row-major (``channels_last``).
+        """
+        if self.order is None:
+            return box_view(flat, self.offset, self.box.sizes)
+        stored = box_view(flat, self.offset, [self.box.sizes[d] for d in self.order])
+        return stored.permute(tuple(self.order.index(d) for d in range(len(self.order))))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements ``[start, stop)`` of one parameter, and where this rank keeps them.
+
+    Attributes:
+        fqn: the parameter's fully qualified name in the unwrapped model.
+        shape: the whole parameter's shape.
+        start, stop: half-open interval of elements, in the parameter's memory order.
+        offset: position of element ``start`` in the rank's local flat tensor.
+        order: the memory order, if it is not row-major; dimensions, slowest first.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int
+    order: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def pieces(self) -> Iterator[Piece]:
+        """At most ``2 N - 1`` boxes that together are this segment, in memory order."""
+        offset = self.offset
+        if self.order is None:
+            for box in boxes_of_interval(self.shape, self.start, self.stop):
+                yield Piece(box, offset)
+                offset += box.numel
+            return
+        rank_of = [self.order.index(d) for d in range(len(self.order))]
+        stored_shape = [self.shape[d] for d in self.order]
+        for stored in boxes_of_interval(stored_shape, self.start, self.stop):
+            box = Box(
+                tuple(stored.offsets[i] for i in rank_of), tuple(stored.sizes[i] for i in rank_of)
+            )
+            yield Piece(box, offset, self.order)
+            offset += box.numel
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """One parameter of the optimizer: what FSDP made of one or several parameters.
+
+    Attributes:
+        fqns: the parameters it stands for: one, or with ``use_orig_params=False`` all of
+            an FSDP unit.
+        shapes: the whole shape of each.
+        kind: ``"flat"`` if the state is a 1-D piece of FSDP1's flat tensor, ``"whole"`` if it
+            has the parameter's own shape on this rank, ``"dtensor"`` if the parameter is a DTensor.
+        segments: of kind ``"flat"``: what this rank holds of each (none of some).
+        numel: of kind ``"flat"``: elements of the local flat tensor, padding included.
+        sharded: other ranks hold other parts.
+    """
+
+    fqns: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    kind: str
+    segments: tuple[Segment, ...] = ()
+    numel: int = 0
+    sharded: bool = False
+
+    @property
+    def empty(self) -> bool:
+        """This rank holds no element of a parameter that has some.
+
+        Most optimizers keep no state for it then; what others keep (Adagrad's ``step``) means
+        nothing to other ranks.
+        """
+        return (
+            self.kind == "flat"
+            and not any(s.numel for s in self.segments)
+            and any(math.prod(shape) for shape in self.shapes)
+        )
+
+    def is_flat_shape(self, shape: Sequence[int]) -> bool:
+        """Whether a state tensor of ``shape`` is a piece of the flat tensor, element by element."""
+        return self.kind == "flat" and tuple(shape) == (self.numel,)
+
+    @property
+    def signature(self) -> str:
+        """Names exactly this rank's part: state that cannot be resharded loads only where
+        the signature is the same."""
+        text = repr((self.fqns, self.shapes, self.kind, self.segments, self.numel))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def describe(self) -> str:
+        """What this rank holds, for error messages."""
+        if self.kind != "flat":
+            return ", ".join(self.fqns)
+        parts = [f"{s.fqn}[{s.start}:{s.stop}]" for s in self.segments if s.numel]
+        more = f" and {len(parts) - 4} more" if len(parts) > 4 else ""
+        return (", ".join(parts[:4]) or "nothing") + more
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The layout of one optimizer on one rank.
+
+    Attributes:
+        params: in the optimizer's order, so that the position is the parameter's id in
+            ``optim.state_dict()``.
+        aliases: other names of tied parameters -> the name they are stored under.
+        groups: for each param group, the ids of its parameters.
+    """
+
+    params: tuple[ParamLayout, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        seen: dict[str, int] = {}
+        for i, param in enumerate(self.params):
+            for fqn in param.fqns:
+                if fqn in seen:
+                    raise LayoutError(
+                        f"expected each parameter once in the optimizer, found {fqn!r} as "
+                        f"parameters {seen[fqn]} and {i}"
+                    )
+                seen[fqn] = i
+        object.__setattr__(self, "_ids", seen)
+
+    @property
+    def ids(self) -> Mapping[str, int]:
+        """Parameter id of each FQN."""
+        ids: Mapping[str, int] = self.__dict__["_ids"]
+        return ids
+
+    def resolve(self, name: str) -> str | None:
+        """The FQN that ``name`` is stored under: itself, or what it is tied to; else None."""
+        if name in self.ids:
+            return name
+        target = self.aliases.get(name)
+        return target if target in self.ids else None
+
+    def names_of(self, fqn: str) -> tuple[str, ...]:
+        """``fqn`` and the names that are tied to it."""
+        return (fqn, *(alias for alias, target in self.aliases.items() if target == fqn))
+
+    def shape_of(self, fqn: str) -> tuple[int, ...]:
+        param = self.params[self.ids[fqn]]
+        return param.shapes[param.fqns.index(fqn)]
+
+
+# ---------------------------------------------------------------- simulated ranks
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One FSDP unit: the parameters that it flattens, in order.
+
+    Attributes:
+        params: (FQN, shape) in the order of ``named_parameters()``.
+        use_orig_params: the FSDP argument; True aligns each parameter to 16 bytes.
+        sharded: False for NO_SHARD (and a shard group of one rank).
+        itemsize: bytes of an element, for the alignment.
+    """
+
+    params: tuple[tuple[str, tuple[int, ...]], ...]
+    use_orig_params: bool = True
+    sharded: bool = True
+    itemsize: int = 4
+
+    def local_params(self, world_size: int, rank: int) -> list[ParamLayout]:
+        """What rank ``rank`` of a shard group of ``world_size`` holds of this unit.
+
+        Follows ``FlatParamHandle``: parameters in order, with ``use_orig_params`` each on a
+        multiple of 16 bytes and the whole on a multiple of the world size, then one chunk of
+        equal size per rank, the last ones short or empty and padded.
+        """
+        align = 16 // self.itemsize if self.use_orig_params else 1
+        starts, total = [], 0
+        for _, shape in self.params:
+            total = -(-total // align) * align
+            starts.append(total)
+            total += math.prod(shape)
+        sharded = self.sharded and world_size > 1
+        if self.use_orig_params:
+            total = -(-total // world_size) * world_size
+        size = -(-total // world_size) if sharded else total
+        low = size * rank if sharded else 0
+        high = low + size
+        segments = []
+        for (fqn, shape), begin in zip(self.params, starts, strict=True):
+            end = begin + math.prod(shape)
+            a, b = max(begin, low), min(end, high)
+            if a >= b:
+                segments.append(Segment(fqn, shape, 0, 0, 0))
+            else:
+                segments.append(Segment(fqn, shape, a - begin, b - begin, a - low))
+        if not self.use_orig_params:
+            fqns = tuple(fqn for fqn, _ in self.params)
+            shapes = tuple(shape for _, shape in self.params)
+            return [ParamLayout(fqns, shapes, "flat", tuple(segments), size, sharded)]
+        if not sharded:
+            return [ParamLayout((s.fqn,), (s.shape,), "whole") for s in segments]
+        return [
+            ParamLayout(
+                (s.fqn,),
+                (s.shape,),
+                "flat",
+                (Segment(s.fqn, s.shape, s.start, s.stop, 0),),
+                s.numel,
+                True,
+            )
+            for s in segments
+        ]
+
+
+def units_of(
+    shapes: Mapping[str, Sequence[int]],
+    wrapped: Iterable[str] = ("",),
+    *,
+    ignored: Iterable[str] = (),
+    use_orig_params: bool = True,
+    sharded: bool = True,
+    itemsize: int = 4,
+) -> tuple[list[Unit], list[tuple[str, tuple[int, ...]]]]:
+    """Divide parameters into FSDP units by the modules that are wrapped.
+
+    Args:
+        shapes: FQN -> shape, in the order of ``named_parameters()``.
+        wrapped: FQNs of the wrapped modules (``""``: the root). A parameter belongs to the
+            innermost wrapped module around it.
+        ignored: FQNs of modules whose parameters FSDP leaves alone.
+
+    Returns:
+        The units, root first then by name as given, and the parameters outside of FSDP.
+    """
+    prefixes = list(dict.fromkeys(wrapped))
+    members: dict[str, list[tuple[str, tuple[int, ...]]]] = {p: [] for p in prefixes}
+    outside = []
+    for fqn, shape in shapes.items():
+        around = [p for p in prefixes if _within(fqn, p)]
+        if any(_within(fqn, p) for p in ignored) or not around:
+            outside.append((fqn, tuple(shape)))
+        else:
+            members[max(around, key=len)].append((fqn, tuple(shape)))
+    units = [
+        Unit(tuple(params), use_orig_params, sharded, itemsize)
+        for params in members.values()
+        if params
+    ]
+    return units, outside
+
+
+def _within(fqn: str, module: str) -> bool:
+    return module in ("", fqn) or fqn.startswith(module + ".")
+
+
+def simulate(
+    units: Iterable[Unit],
+    outside: Iterable[tuple[str, tuple[int, ...]]] = (),
+    *,
+    world_size: int,
+    rank: int,
+) -> FlatLayout:
+    """The layout of one rank of a world that need not exist.
+
+    Args:
+        units: the FSDP units, in the order in which the optimizer has their parameters.
+        outside: (FQN, shape) of parameters outside of FSDP, which come last.
+        world_size, rank: of the shard group.
+    """
+    if not 0 <= rank < world_size:
+        raise LayoutError(f"expected a rank in [0, {world_size}), found {rank}")
+    params = [param for unit in units for param in unit.local_params(world_size, rank)]
+    params += [ParamLayout((fqn,), (shape,), "whole") for fqn, shape in outside]
+    return FlatLayout(tuple(params), {}, (tuple(range(len(params))),))

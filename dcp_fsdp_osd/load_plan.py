@@ -1,0 +1,414 @@
+"""Which entries of a checkpoint one rank's optimizer wants, and where each belongs.  Pure.
+
+:func:`plan_load` compares the checkpoint's metadata with the layout and with the state dict that
+is loaded into.  It allocates nothing, touches no tensor and runs no collective; what does not
+match is told as lines, not raised, so that all of it can be told at once for all ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from .checkpoint_index import CheckpointIndex
+from .errors import CheckpointMismatchError, CorruptCheckpointError
+from .fsdp import Target
+from .layout import ParamLayout, Piece
+from .optim_state import Path, dotted, leaves, param_id
+
+__all__ = ["Leaf", "LoadSchedule", "plan_load"]
+
+
+@dataclass
+class Leaf:
+    """One value to load.
+
+    Attributes:
+        kind: ``"local"``: this rank's piece of a flat tensor; ``"whole"``; ``"dtensor"``;
+            ``"scalar"``: 0-dim, one per source; ``"object"``: no tensor, one per source;
+            ``"group"``: a tensor among the options of a param group.
+        param: its parameter's id, or None for state that is no parameter's.
+        name: the FQN, the name in ``state``, or the key of a group's option.
+        path: below the parameter's state.
+        sources: FQN -> key in the checkpoint.
+        shape, dtype: of the local tensor; dtype as saved.
+        pieces: where in the local tensor each box lies.
+        filled: how many elements are read.
+        tensor: where it is read to: the optimizer's own, or allocated before reading.
+    """
+
+    kind: str
+    param: int | None
+    name: str
+    path: Path
+    sources: dict[str, str]
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    pieces: dict[MetadataIndex, Piece | None] = field(default_factory=dict)
+    filled: int = 0
+    tensor: torch.Tensor | None = None
+
+
+@dataclass
+class LoadSchedule:
+    """Everything that one rank reads for one optimizer.
+
+    Attributes:
+        items: the reads.
+        leaves: the values that they make up.
+        destinations: ``dest_index`` of a read -> its value, and the piece of it.
+        problems: a line for each thing that does not match.
+        keep: parameters that are skipped because of one; their state stays as it is.
+    """
+
+    items: list[ReadItem] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
+    destinations: dict[MetadataIndex, tuple[Leaf, Piece | None]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    keep: set[int] = field(default_factory=set)
+
+
+def plan_load(
+    target: Target, index: CheckpointIndex, live: Mapping[str, Any], key: str
+) -> LoadSchedule:
+    """Plan the reads of one optimizer on one rank.
+
+    Args:
+        target: the optimizer's layout, its parameters (for DTensors' placements).
+        index: what the checkpoint has of it.
+        live: the state dict that is loaded into; ``{}`` if it is to be made anew.
+        key: of the optimizer, for messages.
+
+    Raises:
+        CorruptCheckpointError: a saved tensor lacks elements that this rank needs.
+    """
+    planner = _Planner(target, index, live, key)
+    planner.plan()
+    return planner.result
+
+
+class _Planner:
+    def __init__(
+        self, target: Target, index: CheckpointIndex, live: Mapping[str, Any], key: str
+    ) -> None:
+        self.target = target
+        self.layout = target.layout
+        self.index = index
+        self.live = live
+        self.key = key
+        self.result = LoadSchedule()
+        self.problems = self.result.problems
+        self.live_of = {param_id(k, self.layout): v for k, v in live.get("state", {}).items()}
+
+    def plan(self) -> None:
+        if self.index.empty:
+            self.problems.append(f"{self.key}: nothing in the checkpoint under this key")
+            self.result.keep.update(range(len(self.layout.params)))
+            return
+        items = self.result.items
+        for number, param in enumerate(self.layout.params):
+            items += self._plan_param(number, param)
+        items += self._plan_user_state()
+        for options in self.index.groups.values():
+            for name in options.values():
+                storage = self.index.tensors.get(name)
+                if storage is None:
+                    items.append(_object_item(name))
+                else:
+                    leaf = self._leaf("group", None, name, (), {name: name}, storage)
+                    items += self._read(leaf, name, storage, [(None, _whole_chunk(storage))])
+
+    def _source(self, fqn: str) -> str | None:
+        """The name under which the checkpoint has state of ``fqn``, if any."""
+        found = [n for n in self.layout.names_of(fqn) if n in self.index.state]
+        if len(found) > 1:
+            self.problems.append(
+                f"{fqn}: tied parameters are one here, but the checkpoint has state of each of "
+                f"{', '.join(found)}"
+            )
+        return found[0] if found else None
+
+    def _plan_param(self, number: int, param: ParamLayout) -> list[ReadItem]:
+        sources = {fqn: name for fqn in param.fqns if (name := self._source(fqn)) is not None}
+        opaque = self._opaque_keys(param)
+        self._check_present(number, param, sources)
+        if self._misshapen(param, sources):
+            self.result.keep.add(number)
+            return []
+        if not (sources or opaque) or param.empty or self._was_absent(param, sources):
+            return []
+        items: list[ReadItem] = []
+        paths = dict.fromkeys(p for name in sources.values() for p in self.index.state[name])
+        for path in paths:
+            keys = {
+                fqn: self.index.state[name][path]
+                for fqn, name in sources.items()
+                if path in self.index.state[name]
+            }
+            items += self._plan_leaf(number, param, path, keys)
+        for path, name in opaque.items():
+            storage = self.index.tensors[name]
+            source = {param.fqns[0]: name}
+            leaf = self._leaf("whole", number, param.fqns[0], path, source, storage)
+            items += self._read(leaf, name, storage, [(None, _whole_chunk(storage))])
+        self._check_live(number, param, set(paths) | set(opaque))
+        blank = [fqn for fqn in param.fqns if fqn not in sources]
+        if blank and sources:
+            warnings.warn(
+                f"{self.key}: the checkpoint has no state of {blank}, which share one flat "
+                f"parameter with {list(sources)[:3]}; their state becomes zeros, as FSDP does",
+                stacklevel=2,
+            )
+        return items
+
+    def _check_present(self, number: int, param: ParamLayout, sources: Mapping[str, str]) -> None:
+        """An FQN that is in no saved group is missing; one without state only has none."""
+        groups = self.index.known_groups()
+        if groups is None:
+            return  # known when the groups are read
+        saved = {name for group in groups for name in group}
+        for fqn in param.fqns:
+            if fqn not in sources and not saved.intersection(self.layout.names_of(fqn)):
+                self.problems.append(f"{fqn}: not in the checkpoint")
+                if not sources:
+                    self.result.keep.add(number)
+
+    def _misshapen(self, param: ParamLayout, sources: Mapping[str, str]) -> bool:
+        wrong = []
+        for fqn, name in sources.items():
+            shape = self.layout.shape_of(fqn)
+            for path, key in self.index.state[name].items():
+                storage = self.index.tensors.get(key)
+                if storage is None or not storage.size or tuple(storage.size) == shape:
+                    continue
+                if param.kind == "whole" and _factored(tuple(storage.size), shape):
+                    continue
+                what = f"{dotted((fqn, *path))}: shape {tuple(storage.size)} in the checkpoint"
+                if _factored(tuple(storage.size), shape):
+                    wrong.append(
+                        f"{what} is that of an unsharded parameter's factored state, which cannot "
+                        f"be cut for the current layout (rank holds {param.describe()})"
+                    )
+                else:
+                    wrong.append(f"{what}, the parameter has {shape}")
+        self.problems += wrong
+        return bool(wrong)
+
+    def _opaque_keys(self, param: ParamLayout) -> dict[Path, str]:
+        """State that this rank alone can load; anyone else's is a problem."""
+        saved = self.index.opaque.get(param.fqns[0], {})
+        own = saved.get(param.signature, {})
+        if saved and not own and not param.empty:
+            info = self.index.info.opaque if self.index.info is not None else {}
+            held = sorted({info.get(n, "?") for keys in saved.values() for n in keys.values()})
+            names = sorted({dotted(p) for keys in saved.values() for p in keys})
+            self.problems.append(
+                f"{param.fqns[0]}: state {', '.join(names)} was saved per rank and cannot be "
+                f"resharded: saved for {'; '.join(held)}, this rank holds {param.describe()}. Load "
+                f"at the world size and wrapping of the save"
+            )
+        return own
+
+    def _was_absent(self, param: ParamLayout, sources: Mapping[str, str]) -> bool:
+        """Whether, when it was saved, no rank had state for any element that we hold."""
+        info = self.index.info
+        if info is None or not info.absent or param.kind != "flat":
+            return False
+        for segment in param.segments:
+            if not segment.numel:
+                continue
+            keys = [
+                key
+                for key in self.index.state.get(sources.get(segment.fqn, ""), {}).values()
+                if key in self.index.tensors and self.index.tensors[key].size
+            ]
+            for key in keys:
+                spans = info.absent.get(key, ())
+                if not any(a <= segment.start and segment.stop <= b for a, b in spans):
+                    return False
+            if not keys:
+                return False
+        return True
+
+    def _plan_leaf(
+        self, number: int, param: ParamLayout, path: Path, keys: dict[str, str]
+    ) -> list[ReadItem]:
+        stored = {fqn: self.index.tensors.get(key) for fqn, key in keys.items()}
+        kinds = {
+            "object" if s is None else "tensor" if s.size else "scalar" for s in stored.values()
+        }
+        dtypes = {s.dtype for s in (s.properties for s in stored.values() if s is not None)}
+        label = dotted((*param.fqns[:1], *path))
+        if len(kinds) > 1 or len(dtypes) > 1:
+            self.problems.append(
+                f"{label}: expected one kind and dtype for all parameters of a flat parameter, "
+                f"found {sorted(kinds)} {sorted(map(str, dtypes))} in {', '.join(keys)}"
+            )
+            return []
+        kind = kinds.pop()
+        if kind == "object":
+            self.result.leaves.append(Leaf("object", number, param.fqns[0], path, keys))
+            return [_object_item(key) for key in keys.values()]
+        if kind == "scalar" and param.kind != "dtensor" and param.shapes != ((),):
+            leaf = self._leaf("scalar", number, param.fqns[0], path, keys, _first(stored))
+            return [
+                item
+                for fqn, key in keys.items()
+                for item in self._read(leaf, key, _known(stored[fqn]), [(None, _EMPTY)])
+            ]
+        first = _first(stored)
+        if param.kind == "whole" or kind == "scalar":
+            kind = "scalar" if kind == "scalar" else "whole"
+            leaf = self._leaf(kind, number, param.fqns[0], path, keys, first)
+            (key,) = keys.values()
+            return self._read(leaf, key, first, [(None, _whole_chunk(first))])
+        if param.kind == "dtensor":
+            leaf = self._leaf("dtensor", number, param.fqns[0], path, keys, first)
+            (key,) = keys.values()
+            like: Any = self.target.params[number]
+            chunks = [c for c in like.__create_chunk_list__() if all(c.sizes)]
+            return self._read(leaf, key, first, [(None, c) for c in chunks])
+        leaf = self._leaf("local", number, param.fqns[0], path, keys, first)
+        leaf.shape = (param.numel,)
+        items: list[ReadItem] = []
+        for segment in param.segments:
+            if segment.fqn not in keys or not segment.numel:
+                continue
+            pieces = list(segment.pieces())
+            chunks = [
+                ChunkStorageMetadata(torch.Size(p.box.offsets), torch.Size(p.box.sizes))
+                for p in pieces
+            ]
+            wanted = list(zip(pieces, chunks, strict=True))
+            storage = _known(stored[segment.fqn])
+            items += self._read(leaf, keys[segment.fqn], storage, wanted)
+        return items
+
+    def _leaf(  # noqa: PLR0917
+        self,
+        kind: str,
+        number: int | None,
+        name: str,
+        path: Path,
+        keys: dict[str, str],
+        storage: TensorStorageMetadata,
+    ) -> Leaf:
+        leaf = Leaf(kind, number, name, path, keys, tuple(storage.size), storage.properties.dtype)
+        self.result.leaves.append(leaf)
+        return leaf
+
+    def _read(
+        self,
+        leaf: Leaf,
+        key: str,
+        storage: TensorStorageMetadata,
+        wanted: Sequence[tuple[Piece | None, ChunkStorageMetadata]],
+    ) -> list[ReadItem]:
+        """Reads of ``wanted`` boxes of a saved tensor; the saved boxes must cover them."""
+        items = create_read_items_for_chunk_list(key, storage, [chunk for _, chunk in wanted])
+        need = sum(chunk.sizes.numel() for _, chunk in wanted)
+        have = sum(item.lengths.numel() for item in items)
+        if need != have:
+            raise CorruptCheckpointError(
+                f"{key}: expected the checkpoint to hold all elements of {tuple(storage.size)}, "
+                f"found {have} of the {need} that this rank needs: a part was never saved"
+            )
+        for piece, chunk in wanted:
+            index = MetadataIndex(key, chunk.offsets)
+            leaf.pieces[index] = piece
+            self.result.destinations[index] = (leaf, piece)
+        leaf.filled += have
+        return items
+
+    def _plan_user_state(self) -> list[ReadItem]:
+        """State under names that are no parameter's: known to us, or to the live optimizer."""
+        live = {str(n) for n in self.live.get("state", {}) if param_id(n, self.layout) is None}
+        known = live | set(self.index.info.user if self.index.info is not None else ())
+        items: list[ReadItem] = []
+        for name, entries in self.index.state.items():
+            if name not in known:
+                continue
+            for path, key in entries.items():
+                storage = self.index.tensors.get(key)
+                if storage is None:
+                    self.result.leaves.append(Leaf("object", None, name, path, {name: key}))
+                    items.append(_object_item(key))
+                else:
+                    leaf = self._leaf("whole", None, name, path, {name: key}, storage)
+                    items += self._read(leaf, key, storage, [(None, _whole_chunk(storage))])
+        return items
+
+    def _check_live(self, number: int, param: ParamLayout, paths: set[Path]) -> None:
+        state = self.live_of.get(number)
+        if state is None:
+            return
+        mine = {leaf.path: leaf for leaf in self.result.leaves if leaf.param == number}
+        for path, value in leaves(state):
+            label = dotted((param.fqns[0], *path))
+            if path not in paths:
+                self.problems.append(f"{label}: not in the checkpoint")
+                continue
+            leaf = mine.get(path)
+            if leaf is None or not isinstance(value, torch.Tensor) or leaf.kind == "object":
+                continue
+            if leaf.kind in ("local", "whole", "dtensor"):
+                shape = param.shapes[0] if leaf.kind == "dtensor" else leaf.shape
+                if tuple(value.shape) != shape:
+                    self.problems.append(
+                        f"{label}: expected the optimizer's tensor to have shape {shape}, found "
+                        f"{tuple(value.shape)}"
+                    )
+                    leaf.kind = "skipped"
+                elif value.dtype != leaf.dtype:
+                    self.problems.append(
+                        f"{label}: {leaf.dtype} in the checkpoint, {value.dtype} in the optimizer; "
+                        f"load into an empty dict to take it as saved"
+                    )
+                    leaf.kind = "skipped"
+                else:
+                    leaf.tensor = value.detach()
+
+
+_EMPTY = ChunkStorageMetadata(torch.Size(()), torch.Size(()))
+
+
+def _factored(saved: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether ``saved`` can be a factor of a state of ``shape`` (Adafactor's rows and columns)."""
+    return len(saved) == len(shape) and all(s in (1, n) for s, n in zip(saved, shape, strict=True))
+
+
+def _whole_chunk(storage: TensorStorageMetadata) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([0] * len(storage.size)), storage.size)
+
+
+def _known(storage: TensorStorageMetadata | None) -> TensorStorageMetadata:
+    if storage is None:
+        raise CheckpointMismatchError("expected a tensor entry, found an object")
+    return storage
+
+
+def _first(stored: Mapping[str, TensorStorageMetadata | None]) -> TensorStorageMetadata:
+    return _known(next(iter(stored.values())))
+
+
+def _object_item(key: str) -> ReadItem:
+    zero = torch.Size((0,))
+    return ReadItem(
+        type=LoadItemType.BYTE_IO,
+        dest_index=MetadataIndex(key),
+        dest_offsets=zero,
+        storage_index=MetadataIndex(key),
+        storage_offsets=zero,
+        lengths=zero,
+    )

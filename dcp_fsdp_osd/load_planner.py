@@ -1,0 +1,231 @@
+"""FlatOptimLoadPlanner: DCP's default load planner, plus flat optimizer state read in place.
+
+Order of calls, by ``dcp.load``: ``set_up_planner`` and ``create_local_plan`` on every rank,
+``create_global_plan`` on the coordinator (where mismatches of all ranks become one error,
+before any tensor is allocated or touched), ``finish_plan`` on every rank (which allocates), then
+``resolve_tensor``/``commit_tensor``/``load_bytes`` from the storage reader, from any thread.
+When the last item is committed, the optimizer's state dict is put together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from .errors import CheckpointMismatchError
+from .fsdp import describe_target
+from .load_state import OptimLoad
+from .optim_state import load_object
+from .tree import find_optim, with_optim_removed
+
+__all__ = ["FlatOptimLoadPlanner"]
+
+
+@dataclasses.dataclass
+class _LocalData:
+    """``planner_data`` of a local plan: what this rank found wrong, and which names it knows."""
+
+    problems: dict[str, list[str]]  # key -> lines
+    names: dict[str, list[str]]  # key -> FQNs (and other names) that this rank has a use for
+    saved: dict[str, list[str]]  # key -> FQNs in the checkpoint
+    strict: bool
+
+
+class FlatOptimLoadPlanner(DefaultLoadPlanner):
+    """Read a checkpoint's optimizer state into this rank's flat shard, with no gather.
+
+    Args:
+        model: the wrapped model, at any world size and wrapping.
+        optim: its optimizer, or a mapping from key to optimizer for several. Not changed: its
+            parameters, state, groups and RNG stay as they are.
+        key: where the optimizer's state dict lies in the state dict that is loaded; nested
+            places are written with dots. Not used with a mapping.
+        form: what an empty dict is filled with. ``"flat"``: what ``optim.load_state_dict``
+            takes, with this rank's flat tensors.
+        strict: missing, extra or misshapen FQNs are an error. With False they are skipped,
+            what is there stays as it is to the bit, and :attr:`skipped` lists them.
+        default_planner_options: of ``DefaultLoadPlanner``; ``flatten_state_dict=False`` is refused.
+
+    The dict under each key is one of
+
+    - ``{}``: filled on success with new tensors of the saved dtypes, none of which shares
+      memory with another;
+    - ``optim.state_dict()``, or a :class:`FlatOptimState`: its tensors are loaded in place,
+      state that is not there yet is allocated, values that are no tensors are replaced
+      in the dict (so ``optim.load_state_dict`` is needed all the same).
+
+    Everything else in the state dict goes DCP's default way. One planner serves one ``dcp.load``
+    at a time.
+
+    Attributes:
+        skipped: after a load with ``strict=False``: a line for each entry that was skipped.
+
+    Raises:
+        LayoutError: from the constructor, if the optimizer's parameters are not the model's.
+        CheckpointMismatchError: (within DCP's ``CheckpointException``, on every rank) the
+            checkpoint is not of this model and optimizer; lists all mismatches.
+
+    Replaces ``FSDP.optim_state_dict_to_load`` and ``load_sharded_optimizer_state_dict``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        *,
+        key: str = "optim",
+        form: str = "flat",
+        strict: bool = True,
+        **default_planner_options: Any,
+    ) -> None:
+        if not default_planner_options.get("flatten_state_dict", True):
+            raise ValueError("expected flatten_state_dict=True: optimizer state has flattened keys")
+        if form != "flat":
+            raise ValueError(f"expected form='flat', found {form!r}")
+        super().__init__(**default_planner_options)
+        self._optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim)
+        self._targets = {name: describe_target(model, o) for name, o in self._optims.items()}
+        self._strict = strict
+        self._lock = threading.Lock()
+        self._loads: dict[str, OptimLoad] = {}
+        self._owner: dict[str, OptimLoad] = {}
+        self._pending: dict[str, set[ReadItem]] = {}
+        self.skipped: list[str] = []
+
+    # ------------------------------------------------------------ planning
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Find the optimizers in ``state_dict`` and in the checkpoint.  Touches no tensor."""
+        if metadata is None:
+            raise CheckpointMismatchError("expected the checkpoint's metadata, found none")
+        self._loads, self._owner, self._pending, self.skipped = {}, {}, {}, []
+        for key, target in self._targets.items():
+            path, value = find_optim(state_dict, key)
+            optim = self._optims[key]
+            load = OptimLoad(
+                target, path, value, optim=optim, metadata=metadata, strict=self._strict
+            )
+            if load.applies:
+                self._loads[key] = load
+        rest = with_optim_removed(state_dict, [load.path for load in self._loads.values()])
+        super().set_up_planner(rest, metadata, is_coordinator)
+        self.original_state_dict = state_dict
+
+    def create_local_plan(self) -> LoadPlan:
+        """The reads of this rank: DCP's default ones, and those of its own elements."""
+        plan = super().create_local_plan()
+        items = list(plan.items)
+        data = _LocalData({}, {}, {}, self._strict)
+        for key, load in self._loads.items():
+            schedule = load.plan()
+            own = schedule.items
+            data.problems[key] = schedule.problems
+            data.names[key] = load.names()
+            data.saved[key] = load.saved_names()
+            self._pending[key] = set(own)
+            self._owner.update((item.dest_index.fqn, load) for item in own)
+            items += own
+        return dataclasses.replace(plan, items=items, planner_data=data)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Refuse the load, on the coordinator for all ranks, if anything does not match.
+
+        Raises:
+            CheckpointMismatchError: lists every mismatch of every rank.
+        """
+        data = [plan.planner_data for plan in global_plan]
+        if not all(isinstance(d, _LocalData) for d in data):
+            raise CheckpointMismatchError(
+                "expected FlatOptimLoadPlanner on every rank, found another planner"
+            )
+        for key in dict.fromkeys(key for d in data for key in d.problems):
+            found: dict[str, list[int]] = {}
+            for rank, d in enumerate(data):
+                for line in d.problems.get(key, ()):
+                    found.setdefault(line, []).append(rank)
+            known = {name for d in data for name in d.names.get(key, ())}
+            extra = sorted({n for d in data for n in d.saved.get(key, ())} - known)
+            lines = [line + _on(ranks, len(data)) for line, ranks in found.items()]
+            lines += [
+                f"{name}: in the checkpoint, but the optimizer has no such parameter"
+                for name in extra
+            ]
+            if lines and any(d.strict for d in data):
+                raise CheckpointMismatchError(
+                    f"{key}: the checkpoint is not of this model and optimizer:\n  "
+                    + "\n  ".join(lines)
+                    + "\nPass strict=False to load the rest and leave these as they are"
+                )
+        plain = [dataclasses.replace(plan, planner_data=None) for plan in global_plan]
+        return super().create_global_plan(plain)
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Allocate; from here on tensors may be written."""
+        plan = super().finish_plan(new_plan)
+        for key, load in self._loads.items():
+            if problems := load.schedule.problems:
+                self.skipped += problems
+                text = "\n  ".join(problems)
+                warnings.warn(f"{key}: skipped (strict=False):\n  {text}", stacklevel=2)
+            load.allocate()
+            if not self._pending[key]:
+                load.finish()
+        return plan
+
+    # ------------------------------------------------------------ reading
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The memory that ``read_item`` is to be read into: a view of the state itself."""
+        load = self._owner.get(read_item.dest_index.fqn)
+        if load is None:
+            tensor: torch.Tensor = super().resolve_tensor(read_item)
+            return tensor
+        return load.destination(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """``tensor`` (of :meth:`resolve_tensor`) is loaded."""
+        load = self._owner.get(read_item.dest_index.fqn)
+        if load is None:
+            super().commit_tensor(read_item, tensor)
+        else:
+            self._done(load, read_item)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take an entry that is no tensor."""
+        load = self._owner.get(read_item.dest_index.fqn)
+        if load is None:
+            super().load_bytes(read_item, value)
+        else:
+            load.objects[read_item.dest_index.fqn] = load_object(value)
+            self._done(load, read_item)
+
+    def _done(self, load: OptimLoad, item: ReadItem) -> None:
+        with self._lock:
+            for key, own in self._loads.items():
+                if own is not load:
+                    continue
+                before = len(self._pending[key])
+                self._pending[key].discard(item)
+                last = before == 1 and not self._pending[key]
+                if last:
+                    load.finish()
+                return
+
+
+def _on(ranks: Sequence[int], world: int) -> str:
+    return "" if len(ranks) == world else f" (ranks {', '.join(map(str, ranks))})"

@@ -1,0 +1,269 @@
+"""One optimizer's load on one rank: allocation, destinations, and the finished state dict."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
+
+from .checkpoint_index import index_checkpoint
+from .errors import CheckpointMismatchError
+from .fsdp import Target
+from .load_plan import Leaf, LoadSchedule, plan_load
+from .optim_state import (
+    digest,
+    dotted,
+    is_flattened,
+    is_guarded,
+    leaves,
+    mark_loaded,
+    param_id,
+    set_leaf,
+    without_guard,
+)
+from .param_groups import SavedGroups, match_groups
+
+__all__ = ["OptimLoad"]
+
+
+class OptimLoad:
+    """Loads one optimizer's state dict.  Call order: ``plan``, ``allocate``, ``destination`` and
+    ``objects`` for each read, ``finish``.
+
+    Args:
+        target: the live optimizer's layout and parameters.
+        path: of the optimizer in state dict and checkpoint.
+        value: the dict that is loaded; changed by ``finish`` alone (its tensors by the reads).
+        optim: the optimizer; read for options that were not saved, never changed.
+        metadata: of the checkpoint.
+        strict: whether what does not match is an error.
+
+    ``applies`` is False where DCP's default way is the right one (FQN-keyed values).
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        path: tuple[str, ...],
+        value: dict[str, Any],
+        *,
+        optim: torch.optim.Optimizer,
+        metadata: Metadata,
+        strict: bool,
+    ) -> None:
+        self.target = target
+        self.layout = target.layout
+        self.path = path
+        self.key = ".".join(path)
+        self.value = value
+        self.live: dict[str, Any] = without_guard(value)
+        self.applies = self._is_flat_form()
+        self.groups: Sequence[Mapping[str, Any]] = optim.param_groups
+        self.optim_state: Mapping[torch.Tensor, Any] = optim.state
+        self.strict = strict
+        names = [n for fqn in self.layout.ids for n in self.layout.names_of(fqn)]
+        self.index = index_checkpoint(metadata, path, names)
+        self.schedule = LoadSchedule()
+        self.objects: dict[str, Any] = {}
+        self.scalars: dict[str, torch.Tensor] = {}
+
+    def plan(self) -> LoadSchedule:
+        self.schedule = plan_load(self.target, self.index, self.live, self.key)
+        return self.schedule
+
+    def _is_flat_form(self) -> bool:
+        """Empty, or keyed by parameter ids (or by names, with flat values)."""
+        if not self.live:
+            return True
+        if is_guarded(self.value):
+            return True
+        if is_flattened(self.live) or "param_groups" not in self.live:
+            return False
+        ids = [n for group in self.live["param_groups"] for n in group["params"]]
+        if all(isinstance(n, int) for n in ids):
+            return True
+        for name, state in self.live["state"].items():
+            number = param_id(name, self.layout)
+            if number is None:
+                continue
+            param = self.layout.params[number]
+            for _, leaf in leaves(state):
+                plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
+                if plain and param.sharded and param.is_flat_shape(leaf.shape):
+                    return True
+        return False
+
+    def names(self) -> list[str]:
+        """What this rank has a use for, under any of its names."""
+        live = [str(n) for n in self.live.get("state", {}) if param_id(n, self.layout) is None]
+        user = list(self.index.info.user) if self.index.info is not None else []
+        return [n for fqn in self.layout.ids for n in self.layout.names_of(fqn)] + live + user
+
+    def saved_names(self) -> list[str]:
+        """Names that the checkpoint has state of."""
+        return list(self.index.state)
+
+    # ------------------------------------------------------------ allocate, read
+
+    def allocate(self) -> None:
+        """Make the tensors that are not there yet, each with memory of its own."""
+        for leaf in self.schedule.leaves:
+            if leaf.kind in ("object", "scalar") or leaf.tensor is not None:
+                continue
+            device = self._device(leaf)
+            if leaf.kind == "dtensor" and leaf.param is not None:
+                like = self.target.params[leaf.param]
+                leaf.tensor = torch.empty_like(like, dtype=leaf.dtype, requires_grad=False).detach()
+                continue
+            leaf.tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            if leaf.kind == "local" and leaf.filled < leaf.tensor.numel():
+                self._zero_gaps(leaf)
+
+    def _device(self, leaf: Leaf) -> torch.device:
+        if leaf.kind == "group" or leaf.param is None:
+            return torch.device("cpu")
+        return self.target.devices[leaf.param]
+
+    def _zero_gaps(self, leaf: Leaf) -> None:
+        """Padding, and parameters without state, are zeros, as FSDP makes them."""
+        assert leaf.tensor is not None
+        at = 0
+        spans = sorted(
+            (p.offset, p.offset + p.box.numel) for p in leaf.pieces.values() if p is not None
+        )
+        for low, high in [*spans, (leaf.tensor.numel(), leaf.tensor.numel())]:
+            leaf.tensor[at:low].zero_()
+            at = max(at, high)
+
+    def destination(self, item: ReadItem) -> torch.Tensor:
+        leaf, piece = self.schedule.destinations[item.dest_index]
+        if leaf.kind == "scalar":
+            key = item.dest_index.fqn
+            if key not in self.scalars:
+                self.scalars[key] = torch.empty((), dtype=leaf.dtype)
+            return self.scalars[key]
+        tensor = leaf.tensor
+        if tensor is None:
+            raise CheckpointMismatchError(f"{item.dest_index.fqn}: read before it was allocated")
+        local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        view = piece.view(local) if piece is not None else local
+        for d, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            view = view.narrow(d, offset, length)
+        return view
+
+    # ------------------------------------------------------------ finish
+
+    def finish(self) -> None:
+        """Put the state dict together; all reads are done."""
+        problems: list[str] = []
+        groups = self._saved_groups()
+        known = {name for members in groups.members.values() for name in members}
+        for fqn, number in self.layout.ids.items():
+            names = self.layout.names_of(fqn)
+            if not known.intersection(names) and not any(n in self.index.state for n in names):
+                self.schedule.keep.add(number)
+                if self.index.known_groups() is None:  # else it was a problem of the plan
+                    problems.append(f"{fqn}: not in the checkpoint")
+        new_groups = match_groups(groups, self.layout, self._now(), self.key)
+        state = self._state(new_groups, problems)
+        if problems and self.strict:
+            raise CheckpointMismatchError(
+                f"{self.key}: the checkpoint is not of this model and optimizer; the state that "
+                f"was loaded in place is not to be used:\n  " + "\n  ".join(problems)
+            )
+        result_groups = []
+        for group, ids in zip(new_groups, self._group_ids(), strict=True):
+            result_groups.append({**group, "params": ids})
+        self.value["state"] = state
+        self.value["param_groups"] = result_groups
+        mark_loaded(self.value)
+
+    def _now(self) -> Sequence[Mapping[str, Any]]:
+        groups: Sequence[Mapping[str, Any]] = self.live.get("param_groups") or self.groups
+        return groups
+
+    def _group_ids(self) -> list[list[Any]]:
+        if self.live.get("param_groups"):
+            return [list(group["params"]) for group in self.live["param_groups"]]
+        return [list(ids) for ids in self.layout.groups]
+
+    def _saved_groups(self) -> SavedGroups:
+        saved = SavedGroups()
+        tensors = {leaf.name: leaf.tensor for leaf in self.schedule.leaves if leaf.kind == "group"}
+        for group, options in self.index.groups.items():
+            values: dict[str, Any] = {}
+            for path, key in options.items():
+                set_leaf(values, path, self.objects[key] if key in self.objects else tensors[key])
+            members = values.pop("params", None)
+            saved.members[group] = [str(group)] if members is None else list(members)
+            saved.options[group] = values
+        return saved
+
+    def _state(self, groups: Sequence[Mapping[str, Any]], problems: list[str]) -> dict[Any, Any]:
+        old = self.live.get("state", {})
+        ids = {param_id(key, self.layout): key for key in old}
+        names = [n for group in self._group_ids() for n in group]
+        state: dict[Any, Any] = {}
+        for number, param in enumerate(self.layout.params):
+            mine = [leaf for leaf in self.schedule.leaves if leaf.param == number]
+            kept = old.get(ids.get(number))
+            if number in self.schedule.keep:
+                if kept is not None:
+                    state[ids[number]] = kept
+                continue
+            if param.empty and (initial := self._initial(number, kept)):
+                state[names[number]] = initial
+            if not mine:
+                continue
+            values: dict[str, Any] = {}
+            if kept is not None and not self.strict:
+                values.update(kept)
+            capturable = any(
+                number in layout_ids and (group.get("fused") or group.get("capturable"))
+                for group, layout_ids in zip(groups, self.layout.groups, strict=True)
+            )
+            for leaf in mine:
+                if leaf.kind != "skipped":
+                    set_leaf(values, leaf.path, self._value(leaf, capturable, problems))
+            state[names[number]] = values
+        for leaf in self.schedule.leaves:
+            if leaf.param is None and leaf.kind != "group":
+                root: dict[Any, Any] = state
+                set_leaf(root, (leaf.name, *leaf.path), self._value(leaf, False, problems))
+        for key, value in old.items():
+            if param_id(key, self.layout) is None and str(key) not in state:
+                state[key] = value
+        return state
+
+    def _initial(self, number: int, kept: Any) -> Any:
+        """What an optimizer that makes its state early has for a parameter without elements."""
+        if kept is not None:
+            return kept
+        return copy.deepcopy(self.optim_state.get(self.target.params[number], None))
+
+    def _value(self, leaf: Leaf, capturable: bool, problems: list[str]) -> Any:
+        if leaf.kind not in ("object", "scalar"):
+            return leaf.tensor
+        found = {
+            fqn: self.objects[key] if leaf.kind == "object" else self.scalars[key]
+            for fqn, key in leaf.sources.items()
+        }
+        if len({digest(v) for v in found.values()}) > 1:
+            problems.append(
+                f"{dotted(leaf.path)}: expected one value for parameters that are one flat "
+                f"parameter here, found "
+                + ", ".join(f"{fqn}: {_plain(v)}" for fqn, v in found.items())
+            )
+        value = next(iter(found.values()))
+        if isinstance(value, torch.Tensor) and leaf.param is not None and capturable:
+            value = value.to(self.target.devices[leaf.param])
+        return value
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,441 @@
+"""Flat optimizer state <-> entries of a checkpoint, without a planner and without IO.
+
+``optim.state_dict()`` under FSDP1 is ``{"state": {id: {name: value}}, "param_groups": [...]}``
+with 1-D pieces of flat tensors as values (the *flat* form).  A checkpoint has one entry per
+FQN and state name, under paths like ``("optim", "state", "layers.0.weight", "exp_avg")``.  Here
+the first is taken apart into the second, and :class:`FlatOptimState` wraps both directions in
+DCP's ``Stateful`` protocol.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from .errors import CheckpointMismatchError, LayoutError
+from .layout import FlatLayout, ParamLayout, Piece
+
+__all__ = [
+    "FlatOptimState",
+    "GroupInfo",
+    "SaveEntries",
+    "SavedInfo",
+    "digest",
+    "digest_scalars",
+    "dotted",
+    "is_flattened",
+    "leaves",
+    "opaque_prefix",
+    "save_entries",
+    "set_leaf",
+]
+
+Path = tuple[str | int, ...]
+
+INFO_KEY = "dcp_fsdp_osd"
+GUARD_KEY = "__needs_FlatOptimSavePlanner_or_FlatOptimLoadPlanner__"
+
+
+# ---------------------------------------------------------------- trees of values
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """The key of a path in a flattened state dict, as DCP forms it."""
+    return ".".join(map(str, path))
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The values of a nested state dict with their paths, cut where DCP's flattening cuts.
+
+    Mappings are entered, lists only where a tensor or a mapping lies in them
+    (``torch.distributed.checkpoint._nested_dict.flatten_state_dict``).
+    """
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from leaves(item, (*path, str(name)))
+    elif isinstance(value, list) and any(_holds_state(item) for item in value):
+        for i, item in enumerate(value):
+            yield from leaves(item, (*path, i))
+    else:
+        yield path, value
+
+
+def _holds_state(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(_holds_state(item) for item in value)
+    return isinstance(value, torch.Tensor | Mapping | ShardedTensor)
+
+
+def set_leaf(root: dict[Any, Any], path: Path, value: Any) -> None:
+    """Put ``value`` at ``path`` below ``root``, making mappings and lists on the way."""
+    here: Any = root
+    for step, following in itertools.pairwise(path):
+        empty: Any = [] if isinstance(following, int) else {}
+        if isinstance(step, int):
+            here.extend([None] * (step + 1 - len(here)))
+            if here[step] is None:
+                here[step] = empty
+            here = here[step]
+        else:
+            here = here.setdefault(step, empty)
+    last = path[-1]
+    if isinstance(last, int):
+        here.extend([None] * (last + 1 - len(here)))
+    here[last] = value
+
+
+def digest(value: Any) -> str:
+    """Equal for equal values, tensors bit for bit; a tensor's device does not count."""
+    return hashlib.sha256(_canonical(value)).hexdigest()[:16]
+
+
+def _canonical(value: Any) -> bytes:
+    # Not pickle for all: its bytes depend on which parts are the same object.
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous()
+        data = plain.reshape(-1).view(torch.uint8) if plain.numel() else plain.reshape(-1)
+        return f"{plain.dtype}{tuple(plain.shape)}".encode() + bytes(data.tolist())
+    if isinstance(value, Mapping):
+        items = (_canonical(k) + b":" + _canonical(v) for k, v in value.items())
+        return b"{" + b",".join(items) + b"}"
+    if isinstance(value, list | tuple):
+        return type(value).__name__.encode() + b"[" + b",".join(map(_canonical, value)) + b"]"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return f"{type(value).__name__} {value!r}".encode()
+    try:
+        return pickle.dumps(value)
+    except Exception:  # what cannot be pickled is refused where it is written
+        return repr(value).encode()
+
+
+def digest_scalars(values: Mapping[Path, Any]) -> dict[str, str]:
+    """Digests of the small values among ``values``, by key; one transfer per device and dtype."""
+    batches: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+    for value in values.values():
+        if isinstance(value, torch.Tensor) and not value.dim():
+            batches.setdefault((value.device, value.dtype), {})[id(value)] = value.detach()
+    digests: dict[int, str] = {}
+    for tensors in batches.values():
+        on_cpu = torch.stack(list(tensors.values())).cpu().unbind()
+        digests.update(zip(tensors, map(digest, on_cpu), strict=True))
+    result = {}
+    for path, value in values.items():
+        if id(value) in digests:
+            result[dotted(path)] = digests[id(value)]
+        elif not isinstance(value, torch.Tensor | ShardedTensor):
+            result[dotted(path)] = digest(value)
+    return result
+
+
+# ---------------------------------------------------------------- what a save tells
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """One param group of one rank: its FQNs, and a digest of each option's value."""
+
+    fqns: tuple[str, ...]
+    options: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class SavedInfo:
+    """What a checkpoint of ours says beyond what stock PyTorch needs.
+
+    Lies in ``Metadata.planner_data`` under a key of its own as plain JSON, where stock readers
+    never look.
+
+    Attributes:
+        groups: the FQNs of each param group.
+        user: names in ``state`` that are no parameter's.
+        absent: key -> intervals of elements for which a rank had no state (zeros are stored).
+        opaque: key of per-rank state -> the part of the model that its rank held.
+    """
+
+    groups: Sequence[Sequence[str]] = ()
+    user: Sequence[str] = ()
+    absent: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    opaque: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def pack(infos: Mapping[str, SavedInfo]) -> tuple[str, str]:
+        return ("1", json.dumps({key: vars(info) for key, info in infos.items()}))
+
+    @staticmethod
+    def unpack(planner_data: Any, key: str) -> SavedInfo | None:
+        """The info of one optimizer, or None if the checkpoint is not of our planner."""
+        packed = planner_data.get(INFO_KEY) if isinstance(planner_data, Mapping) else None
+        if packed is None:
+            return None
+        info = json.loads(packed[1]).get(key)
+        return None if info is None else SavedInfo(**info)
+
+
+# ---------------------------------------------------------------- taking a state dict apart
+
+
+@dataclass
+class SaveEntries:
+    """One rank's optimizer state as entries of a checkpoint.
+
+    Attributes:
+        plain: path -> value that DCP's default planner writes (scalars, whole tensors,
+            DTensors, objects). Param groups are under this rank's group numbers.
+        pieces: path -> (shape of the whole tensor, the local tensor, its boxes).
+        stateless: FQN -> intervals that this rank holds but has no state for.
+        orders: FQN -> memory order, where it is not row-major.
+        groups: this rank's param groups, in its order.
+        user: names in ``state`` that are no parameter's.
+        opaque: path of per-rank state -> what part of the model it is of.
+    """
+
+    plain: dict[Path, Any] = field(default_factory=dict)
+    pieces: dict[Path, tuple[tuple[int, ...], torch.Tensor, list[Piece]]] = field(
+        default_factory=dict
+    )
+    stateless: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    orders: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: list[GroupInfo] = field(default_factory=list)
+    user: list[str] = field(default_factory=list)
+    opaque: dict[Path, str] = field(default_factory=dict)
+
+
+def is_flattened(state_dict: Mapping[str, Any]) -> bool:
+    """Whether this is a state dict with ``flatten_optimizer_state_dict=True``."""
+    return "state" not in state_dict and any(
+        str(k).startswith(("state.", "param_groups.")) for k in state_dict
+    )
+
+
+def opaque_prefix(key: Path) -> Path:
+    """Where state that cannot be resharded lies: beside the optimizer, out of stock's sight."""
+    return (*key[:-1], f"{key[-1]}__opaque")
+
+
+def save_entries(state_dict: Mapping[str, Any], layout: FlatLayout, key: Path) -> SaveEntries:
+    """Take an optimizer state dict apart.  Tensors are referenced, never copied.
+
+    Args:
+        state_dict: of ``optim.state_dict()``, flat; or with FQNs for keys and DTensor,
+            ShardedTensor or whole values.
+        layout: of the same optimizer.
+        key: path of the optimizer in the checkpoint.
+
+    Raises:
+        LayoutError: the state dict is not one of this layout.
+    """
+    if not isinstance(state_dict.get("state"), Mapping) or "param_groups" not in state_dict:
+        raise LayoutError(
+            f"{dotted(key)}: expected an optimizer state dict with 'state' and 'param_groups', "
+            f"found keys {sorted(map(str, state_dict))[:6]}"
+        )
+    entries = SaveEntries()
+    _save_groups(state_dict["param_groups"], layout, key, entries)
+    stateful = set()
+    for name, state in state_dict["state"].items():
+        number = param_id(name, layout)
+        if number is None:
+            entries.user.append(str(name))
+            for path, value in leaves(state, (*key, "state", str(name))):
+                entries.plain[path] = value
+            continue
+        param = layout.params[number]
+        found = False
+        for path, value in leaves(state) if not param.empty else ():
+            found = True
+            _save_leaf(param, path, value, key, entries)
+        if found:
+            stateful.add(number)
+    for number, param in enumerate(layout.params):
+        for segment in param.segments:
+            if segment.order is not None:
+                entries.orders[segment.fqn] = segment.order
+            if number not in stateful and segment.numel:
+                entries.stateless[segment.fqn] = [(segment.start, segment.stop)]
+    return entries
+
+
+def param_id(name: Any, layout: FlatLayout) -> int | None:
+    """The parameter that a key of ``state`` or an element of ``params`` means, if any."""
+    if isinstance(name, int) and not isinstance(name, bool):
+        return name if 0 <= name < len(layout.params) else None
+    fqn = layout.resolve(name) if isinstance(name, str) else None
+    return None if fqn is None else layout.ids[fqn]
+
+
+def _save_groups(groups: Any, layout: FlatLayout, key: Path, entries: SaveEntries) -> None:
+    named: set[int] = set()
+    for i, group in enumerate(groups):
+        fqns: list[str] = []
+        for name in group["params"]:
+            number = param_id(name, layout)
+            if number is None:
+                raise LayoutError(
+                    f"{dotted(key)}: expected parameters of the model that the planner was made "
+                    f"with, found {name!r} in param group {i}. Make a new planner after "
+                    f"add_param_group or wrapping"
+                )
+            if number not in named:
+                fqns.extend(layout.params[number].fqns)
+            named.add(number)
+        prefix = (*key, "param_groups", i)
+        options: dict[str, str] = {}
+        for name, value in group.items():
+            if name == "params":
+                continue
+            options[str(name)] = digest(value)
+            entries.plain.update(leaves(value, (*prefix, str(name))))
+        params: Path = (*prefix, "params")
+        entries.plain[params] = fqns
+        entries.groups.append(GroupInfo(tuple(fqns), options))
+    if len(named) != len(layout.params):
+        raise LayoutError(
+            f"{dotted(key)}: expected a state dict of {len(layout.params)} parameters, found "
+            f"{len(named)}: it is not of the optimizer that the planner was made with"
+        )
+
+
+def _save_leaf(param: ParamLayout, path: Path, value: Any, key: Path, entries: SaveEntries) -> None:
+    distributed = isinstance(value, DTensor | ShardedTensor)
+    if not isinstance(value, torch.Tensor) or distributed or not value.dim():
+        for fqn in param.fqns:  # a scalar of a flat parameter is one of each of its FQNs
+            entries.plain[_state_path(key, fqn, path)] = value
+    elif param.is_flat_shape(value.shape):
+        local = value.detach()
+        local = local if local.is_contiguous() else local.contiguous()
+        for segment in param.segments:
+            if segment.numel or not _numel(segment.shape):
+                name = _state_path(key, segment.fqn, path)
+                entries.pieces[name] = (segment.shape, local, list(segment.pieces()))
+    elif len(param.fqns) == 1 and (not param.sharded or tuple(value.shape) == param.shapes[0]):
+        entries.plain[_state_path(key, param.fqns[0], path)] = value
+    else:
+        name = _opaque_path(key, param, path)
+        entries.plain[name] = value
+        entries.opaque[name] = param.describe()
+
+
+def _state_path(key: Path, fqn: str, path: Path) -> Path:
+    return (*key, "state", fqn, *path)
+
+
+def _opaque_path(key: Path, param: ParamLayout, path: Path) -> Path:
+    return (*opaque_prefix(key), param.fqns[0], param.signature, *path)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+# ---------------------------------------------------------------- Stateful
+
+
+class _Guard:
+    """Lies in a :class:`FlatOptimState`'s state dict, and stops a planner that is not ours.
+
+    Stock planners ask each value for its write items or chunks; this one answers with an error.
+    """
+
+    loaded = False
+
+    def __create_write_items__(self, fqn: str, value: Any) -> NoReturn:
+        self._refuse("dcp.save", "FlatOptimSavePlanner")
+
+    def __create_chunk_list__(self) -> NoReturn:
+        self._refuse("dcp.load", "FlatOptimLoadPlanner")
+
+    def __get_tensor_shard__(self, index: Any) -> NoReturn:
+        self._refuse("dcp.load", "FlatOptimLoadPlanner")
+
+    @staticmethod
+    def _refuse(call: str, planner: str) -> NoReturn:
+        raise LayoutError(
+            f"a FlatOptimState holds one rank's pieces of flat tensors, which another planner "
+            f"would take for whole tensors: pass planner={planner}(model, optim) to {call}, "
+            f"with the key that the FlatOptimState has in the state dict"
+        )
+
+
+class FlatOptimState(Stateful):
+    """An FSDP optimizer as a DCP ``Stateful``: saved and loaded in place with no gather.
+
+    ``dcp.save`` and ``dcp.load`` call :meth:`state_dict` and :meth:`load_state_dict`; both need
+    our planners, and a stock planner raises rather than keep one rank's piece as the whole.
+
+    Args:
+        model: the wrapped model (kept to build planners' layouts by callers; not used here).
+        optim: its optimizer; not stepped, and changed by :meth:`load_state_dict` alone.
+
+    Source: does for the flat form what ``torch.distributed.checkpoint.state_dict`` does with
+    gathered tensors.
+    """
+
+    def __init__(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optim = optim
+
+    def state_dict(self) -> dict[str, Any]:
+        """``optim.state_dict()`` (its tensors, not copies) and a guard against other planners."""
+        return {GUARD_KEY: _Guard(), **self.optim.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :class:`FlatOptimLoadPlanner` has loaded.
+
+        ``optim.load_state_dict`` casts floating-point state to its parameter's dtype; here
+        state keeps the dtype that it was saved with.
+
+        Raises:
+            CheckpointMismatchError: the state dict was not loaded by our planner.
+        """
+        guard = state_dict.get(GUARD_KEY)
+        if not isinstance(guard, _Guard) or not guard.loaded:
+            raise CheckpointMismatchError(
+                "expected a state dict that FlatOptimLoadPlanner has loaded, found one that it "
+                "has not seen: pass planner=FlatOptimLoadPlanner(model, optim) to dcp.load, with "
+                "the key that the FlatOptimState has in the state dict"
+            )
+        loaded = {k: v for k, v in state_dict.items() if k != GUARD_KEY}
+        self.optim.load_state_dict(loaded)
+        params = [p for group in self.optim.param_groups for p in group["params"]]
+        for number, state in loaded["state"].items():
+            if not isinstance(number, int) or number >= len(params):
+                continue
+            own = self.optim.state[params[number]]
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and own[name].dtype != value.dtype:
+                    own[name] = value
+
+
+def is_guarded(state_dict: Mapping[str, Any]) -> bool:
+    return GUARD_KEY in state_dict
+
+
+def without_guard(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in state_dict.items() if k != GUARD_KEY}
+
+
+def mark_loaded(state_dict: Mapping[str, Any]) -> None:
+    guard = state_dict.get(GUARD_KEY)
+    if isinstance(guard, _Guard):
+        guard.loaded = True
+
+
+def load_object(stream: io.BytesIO) -> Any:
+    """A non-tensor entry, as DCP's default planner loads it.
+
+    Pickle: what may be in it is the storage reader's to decide (``StreamingReader`` checks byte
+    entries before it hands them over).
+    """
+    return torch.load(stream, map_location="cpu", weights_only=False)

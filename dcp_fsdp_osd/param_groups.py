@@ -1,0 +1,158 @@
+"""Param groups by FQN: merged over ranks for a save, matched to the optimizer's for a load.
+
+Pure.  Groups are never matched by number: a saved group is the set of its FQNs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import CheckpointMismatchError, LayoutError
+from .layout import FlatLayout
+from .optim_state import GroupInfo, digest
+
+__all__ = ["MergedGroup", "SavedGroups", "match_groups", "merge_groups"]
+
+
+@dataclass
+class MergedGroup:
+    """One param group of a checkpoint: rank ``rank`` writes its group ``number`` with ``fqns``."""
+
+    rank: int
+    number: int
+    fqns: list[str]
+    options: Mapping[str, str]
+
+
+def merge_groups(ranks: Sequence[Sequence[GroupInfo]], key: str) -> list[MergedGroup]:
+    """One list of param groups from those of all ranks.
+
+    The first rank's groups stand, in its order.  A further rank's group joins the one that
+    shares an FQN with it, else one with equal options (the same number first), else is appended:
+    ranks may order their groups differently or own different FQNs (pipeline stages).
+
+    Raises:
+        LayoutError: ranks give one FQN different options; lists FQN, option and ranks.
+    """
+    merged: list[MergedGroup] = []
+    place: dict[str, int] = {}
+    conflicts: list[str] = []
+    for rank, groups in enumerate(ranks):
+        for number, group in enumerate(groups):
+            homes = sorted({place[fqn] for fqn in group.fqns if fqn in place})
+            for home in homes:
+                conflicts += _differing(merged[home], group, rank)
+            if not homes and rank > 0:
+                near = [number, *range(len(merged))]
+                homes = [
+                    i
+                    for i in near
+                    if i < len(merged) and dict(merged[i].options) == dict(group.options)
+                ][:1]
+            if not homes:
+                homes = [len(merged)]
+                merged.append(MergedGroup(rank, number, [], group.options))
+            for fqn in group.fqns:
+                if fqn not in place:
+                    place[fqn] = homes[0]
+                    merged[homes[0]].fqns.append(fqn)
+    if conflicts:
+        raise LayoutError(
+            f"{key}: expected the same param group options on every rank, found:\n  "
+            + "\n  ".join(dict.fromkeys(conflicts))
+        )
+    return merged
+
+
+def _differing(home: MergedGroup, group: GroupInfo, rank: int) -> list[str]:
+    names = sorted(home.options.keys() | group.options.keys())
+    differ = [n for n in names if home.options.get(n) != group.options.get(n)]
+    shared = [fqn for fqn in group.fqns if fqn in set(home.fqns)]
+    return [
+        f"{_some(shared)}: option {name!r} differs between ranks {home.rank} and {rank}"
+        for name in differ
+    ]
+
+
+@dataclass
+class SavedGroups:
+    """Param groups as read from a checkpoint.
+
+    Attributes:
+        options: group -> option -> value. A group is a number, or an FQN where the checkpoint
+            was saved with ``flatten_optimizer_state_dict=True``.
+        members: group -> its FQNs, as the checkpoint names them.
+    """
+
+    options: dict[int | str, dict[str, Any]] = field(default_factory=dict)
+    members: dict[int | str, list[str]] = field(default_factory=dict)
+
+
+def match_groups(
+    saved: SavedGroups, layout: FlatLayout, current: Sequence[Mapping[str, Any]], key: str
+) -> list[dict[str, Any]]:
+    """The current optimizer's param groups with the options that were saved for their FQNs.
+
+    Rule: a current group takes the options of the saved groups that its FQNs were in, which must
+    agree; FQNs that were in no saved group have no say; options that were not saved keep their
+    current value. The k-th current group without parameters takes the options of the k-th saved
+    group without parameters. A group of which nothing was saved keeps its options.
+
+    Args:
+        saved: the checkpoint's groups.
+        layout: of the current optimizer; its ``groups`` number the parameters of each group.
+        current: the current groups; not changed.
+
+    Raises:
+        CheckpointMismatchError: groups with different options were merged; lists them all.
+    """
+    home: dict[str, int | str] = {}
+    for group, members in saved.members.items():
+        for name in members:
+            home[layout.resolve(name) or name] = group
+    empty = [group for group, members in saved.members.items() if not members]
+    conflicts: list[str] = []
+    result = []
+    for number, (ids, now) in enumerate(zip(layout.groups, current, strict=True)):
+        fqns = [fqn for i in ids for fqn in layout.params[i].fqns]
+        sources = dict.fromkeys(home[fqn] for fqn in fqns if fqn in home)
+        if not fqns and empty:
+            sources = {empty.pop(0): None}
+        taken: dict[str, Any] = {}
+        for source in sources:
+            options = saved.options.get(source, {})
+            first = next(iter(sources))
+            if source != first:
+                conflicts += _clash(number, first, source, saved)
+            taken.update({k: v for k, v in options.items() if k not in taken})
+        result.append({**{k: v for k, v in now.items() if k != "params"}, **taken})
+    if conflicts:
+        raise CheckpointMismatchError(
+            f"{key}: expected one value for each option of a param group, found that groups with "
+            f"different options were merged into one:\n  "
+            + "\n  ".join(conflicts)
+            + "\nKeep these parameters in groups of their own, or save with equal options"
+        )
+    return result
+
+
+def _clash(number: int, first: int | str, other: int | str, saved: SavedGroups) -> list[str]:
+    a, b = saved.options.get(first, {}), saved.options.get(other, {})
+    lines = []
+    for name in sorted(a.keys() | b.keys()):
+        if name in a and name in b and digest(a[name]) == digest(b[name]):
+            continue
+        left = repr(a[name]) if name in a else "no value"
+        right = repr(b[name]) if name in b else "no value"
+        lines.append(
+            f"group {number}, option {name!r}: {left} for {_some(saved.members.get(first, []))}, "
+            f"{right} for {_some(saved.members.get(other, []))}"
+        )
+    return lines
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,472 @@
+"""FlatOptimSavePlanner: DCP's default save planner, plus flat optimizer state as boxes.
+
+Order of calls, by ``dcp.save``: ``set_up_planner`` and ``create_local_plan`` on every rank,
+``create_global_plan`` on the coordinator, ``finish_plan`` on every rank, then ``resolve_data``
+for each item from the storage writer.  No tensor crosses between ranks: local plans carry
+names, boxes and digests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from .errors import LayoutError
+from .fsdp import describe_target
+from .layout import FlatLayout, Segment
+from .optim_state import (
+    INFO_KEY,
+    GroupInfo,
+    Path,
+    SavedInfo,
+    SaveEntries,
+    digest_scalars,
+    dotted,
+    is_flattened,
+    save_entries,
+    without_guard,
+)
+from .param_groups import merge_groups
+from .tree import find_optim, with_optim_removed
+
+__all__ = ["FlatOptimSavePlanner"]
+
+_ZEROS_AT_ONCE = 4 * 1024 * 1024  # elements of a box of zeros: bounds what resolve_data allocates
+
+
+@dataclass
+class _Report:
+    """What a rank tells the coordinator of one optimizer (travels with its local plan)."""
+
+    pieces: dict[str, str] = field(default_factory=dict)  # key -> FQN
+    stateless: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    orders: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: list[GroupInfo] = field(default_factory=list)
+    user: list[str] = field(default_factory=list)
+    opaque: dict[str, str] = field(default_factory=dict)
+    scalars: dict[str, str] = field(default_factory=dict)  # key -> digest
+
+
+@dataclass
+class _LocalData:
+    """``planner_data`` of a local plan."""
+
+    mappings: dict[str, Path]
+    reports: dict[str, _Report]
+
+
+@dataclass
+class _FinalData:
+    """``planner_data`` of a rank's share of the global plan."""
+
+    renamed: dict[str, str] = field(default_factory=dict)  # key to write -> key on this rank
+    values: dict[str, Any] = field(default_factory=dict)  # key to write -> value
+
+
+class FlatOptimSavePlanner(DefaultSavePlanner):
+    """Write FSDP1 optimizer state from each rank's flat shard, with no gather.
+
+    Args:
+        model: the wrapped model; read for its layout, not kept.
+        optim: its optimizer, or a mapping from key to optimizer for several.
+        key: where the optimizer's state dict lies in the state dict that is saved; nested places
+            are written with dots (``"app.optim"``). Not used with a mapping.
+        default_planner_options: of ``DefaultSavePlanner``. ``flatten_state_dict=False`` and
+            ``enable_plan_caching=True`` are refused.
+
+    The state dict holds, under each key, ``optim.state_dict()`` as it is, or a
+    :class:`FlatOptimState`. Everything else in it goes DCP's default way. The planner holds
+    layouts only and can be pickled to the process of ``async_save``; it may be used for
+    any number of saves as long as model and optimizer keep their parameters.
+
+    Raises:
+        LayoutError: from the constructor, if the optimizer's parameters are not the model's.
+
+    Replaces ``FSDP.optim_state_dict`` before ``dcp.save``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        *,
+        key: str = "optim",
+        **default_planner_options: Any,
+    ) -> None:
+        for option, allowed in (("flatten_state_dict", True), ("enable_plan_caching", False)):
+            if default_planner_options.get(option, allowed) != allowed:
+                raise ValueError(
+                    f"expected {option}={allowed}, found {default_planner_options[option]}: "
+                    f"optimizer state is written under flattened keys, and plans depend on values "
+                    f"that DCP's class-level plan cache does not compare"
+                )
+        super().__init__(**default_planner_options)
+        optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim)
+        self._layouts: dict[str, FlatLayout] = {
+            name: describe_target(model, each).layout for name, each in optims.items()
+        }
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pieces: dict[MetadataIndex, torch.Tensor] = {}
+        self._items: list[WriteItem] = []
+        self._reports: dict[str, _Report] = {}
+        self._final = _FinalData()
+
+    # ------------------------------------------------------------ local plan
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the optimizers out of ``state_dict`` (which stays as it is) as entries.
+
+        Tensors are referenced until the save is over; they must not change before then.
+        """
+        self._reset()
+        found = {key: find_optim(state_dict, key) for key in self._layouts}
+        flat = {
+            key: (path, without_guard(value))
+            for key, (path, value) in found.items()
+            if not is_flattened(value)
+        }
+        rest = with_optim_removed(state_dict, [path for path, _ in flat.values()])
+        super().set_up_planner(rest, storage_meta, is_coordinator)
+        for key, (path, value) in flat.items():
+            self._add(key, len(path), save_entries(value, self._layouts[key], path))
+
+    def _add(self, key: str, depth: int, entries: SaveEntries) -> None:
+        report = _Report(
+            stateless=entries.stateless,
+            orders=entries.orders,
+            groups=entries.groups,
+            user=entries.user,
+            opaque={dotted(path): text for path, text in entries.opaque.items()},
+            scalars=digest_scalars(
+                {p: v for p, v in entries.plain.items() if p[depth] != "param_groups"}
+            ),
+        )
+        for path, value in entries.plain.items():
+            self._claim(path)
+            self.state_dict[dotted(path)] = value
+        for path, (shape, local, pieces) in entries.pieces.items():
+            name = self._claim(path)
+            report.pieces[name] = str(path[depth + 1])
+            for piece in pieces:
+                view = piece.view(local)
+                index = MetadataIndex(name, piece.box.offsets)
+                self._pieces[index] = view
+                self._items.append(_shard_item(index, view, shape))
+        self._reports[key] = report
+
+    def _claim(self, path: Path) -> str:
+        name = dotted(path)
+        if name in self.mappings and self.mappings[name] != path:
+            raise LayoutError(
+                f"expected distinct keys, found two entries of the state dict named {name!r}"
+            )
+        self.mappings[name] = path
+        return name
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's items: DCP's default ones, and its boxes."""
+        plan = super().create_local_plan()
+        self.plan = dataclasses.replace(
+            plan,
+            items=[*plan.items, *self._items],
+            planner_data=_LocalData(dict(self.mappings), self._reports),
+        )
+        return self.plan
+
+    # ------------------------------------------------------------ global plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Agree over all ranks; on the coordinator alone.
+
+        Raises:
+            LayoutError: scalars or group options differ between ranks, or elements of a state
+                tensor are held by no rank that takes part.
+        """
+        data = [plan.planner_data for plan in all_plans]
+        if not all(isinstance(d, _LocalData) for d in data):
+            raise LayoutError("expected FlatOptimSavePlanner on every rank, found another planner")
+        plans = [
+            dataclasses.replace(plan, planner_data=d.mappings)
+            for plan, d in zip(all_plans, data, strict=True)
+        ]
+        finals = [_FinalData() for _ in plans]
+        infos: dict[str, SavedInfo] = {}
+        for key in dict.fromkeys(key for d in data for key in d.reports):
+            reports = [d.reports.get(key, _Report()) for d in data]
+            _check_scalars(key, reports)
+            groups = self._plan_groups(key, reports, plans, finals)
+            absent = _fill_holes(key, reports, plans)
+            infos[key] = SavedInfo(
+                groups=groups,
+                user=sorted({name for r in reports for name in r.user}),
+                absent=absent,
+                opaque={k: v for r in reports for k, v in r.opaque.items()},
+            )
+        plans = share_out(plans, to_lowest=self.dedup_save_to_lowest_rank)
+        global_plan, metadata = super().create_global_plan(plans)
+        if infos:
+            planner_data = {**metadata.planner_data, INFO_KEY: SavedInfo.pack(infos)}
+            metadata = dataclasses.replace(metadata, planner_data=planner_data)
+        self.metadata = metadata
+        return [
+            dataclasses.replace(plan, planner_data=final)
+            for plan, final in zip(global_plan, finals, strict=True)
+        ], metadata
+
+    def _plan_groups(
+        self,
+        key: str,
+        reports: Sequence[_Report],
+        plans: list[SavePlan],
+        finals: Sequence[_FinalData],
+    ) -> list[list[str]]:
+        """Let each merged param group be written whole, by one rank, under its merged number."""
+        merged = merge_groups([r.groups for r in reports], key)
+        prefix = f"{key}.param_groups."
+        number_of = {(g.rank, g.number): i for i, g in enumerate(merged)}
+        for rank, plan in enumerate(plans):
+            kept: list[WriteItem] = []
+            mappings: dict[str, Path] = {
+                name: path
+                for name, path in plan.planner_data.items()
+                if not name.startswith(prefix)
+            }
+            for item in plan.items:
+                name = item.index.fqn
+                if not name.startswith(prefix):
+                    kept.append(item)
+                    continue
+                path = plan.planner_data[name]
+                depth = path.index("param_groups") + 1
+                number = number_of.get((rank, path[depth]))
+                if number is None:
+                    continue
+                new_path = (*path[:depth], number, *path[depth + 1 :])
+                new = dotted(new_path)
+                mappings[new] = new_path
+                finals[rank].renamed[new] = name
+                if path[depth + 1 :] == ("params",):
+                    finals[rank].values[new] = merged[number].fqns
+                index = dataclasses.replace(item.index, fqn=new)
+                kept.append(dataclasses.replace(item, index=index))
+            plans[rank] = dataclasses.replace(plan, items=kept, planner_data=mappings)
+        return [g.fqns for g in merged]
+
+    # ------------------------------------------------------------ writing
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take this rank's share of the global plan."""
+        if isinstance(new_plan.planner_data, _FinalData):
+            self._final = new_plan.planner_data
+            new_plan = dataclasses.replace(new_plan, planner_data=None)
+        for item in new_plan.items:
+            if item.type == WriteItemType.SHARD and item.index.fqn not in self.state_dict:
+                self._pieces.setdefault(item.index, _absent(item))
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """A view of the optimizer's own memory for a box; else as DCP's default planner."""
+        tensor = self._pieces.get(write_item.index)
+        if tensor is None:
+            return super().resolve_data(write_item)
+        return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        if index.fqn in self._final.values:
+            return self._final.values[index.fqn]
+        name = self._final.renamed.get(index.fqn, index.fqn)
+        return super().lookup_object(dataclasses.replace(index, fqn=name))
+
+
+def _shard_item(index: MetadataIndex, view: torch.Tensor, shape: tuple[int, ...]) -> WriteItem:
+    return WriteItem(
+        index=index,
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=torch.Size(index.offset or ()), sizes=view.size()),
+            properties=TensorProperties.create_from_tensor(view),
+            size=torch.Size(shape),
+        ),
+    )
+
+
+def _absent(item: WriteItem) -> torch.Tensor:
+    """Stands for zeros that are made when they are written."""
+    data = _tensor_data(item)
+    return torch.empty(data.chunk.sizes, dtype=data.properties.dtype, device="meta")
+
+
+def _tensor_data(item: WriteItem) -> TensorWriteData:
+    if item.tensor_data is None:
+        raise LayoutError(f"{item.index.fqn}: expected a tensor item, found one without its data")
+    return item.tensor_data
+
+
+def _check_scalars(key: str, reports: Sequence[_Report]) -> None:
+    values: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, report in enumerate(reports):
+        for name, value in report.scalars.items():
+            values[name][value].append(rank)
+    differ = [
+        f"{name}: ranks " + " / ".join(str(ranks) for ranks in found.values())
+        for name, found in sorted(values.items())
+        if len(found) > 1
+    ]
+    if differ:
+        raise LayoutError(
+            f"{key}: expected scalar state to be the same on every rank that has it, found "
+            f"{len(differ)} that differ:\n  " + "\n  ".join(differ)
+        )
+
+
+def _fill_holes(
+    key: str, reports: Sequence[_Report], plans: list[SavePlan]
+) -> dict[str, list[list[int]]]:
+    """Have zeros written for elements whose rank has no state while others do.
+
+    FSDP with ``use_orig_params=True`` gives a parameter no gradient on ranks whose forward did
+    not use it. Which elements those are is returned (key -> intervals), so that the same
+    layout loads "no state" again.
+    """
+    names = {name: fqn for r in reports for name, fqn in r.pieces.items()}
+    boxes: dict[str, dict[tuple[int, ...], WriteItem]] = {name: {} for name in names}
+    for plan in plans:
+        for item in plan.items:
+            if item.index.fqn in boxes:
+                boxes[item.index.fqn][tuple(item.index.offset or ())] = item
+    orders = {fqn: order for r in reports for fqn, order in r.orders.items()}
+    absent: dict[str, list[list[int]]] = {}
+    lost: list[str] = []
+    zeros: list[WriteItem] = []
+    for name, fqn in names.items():
+        sample = _tensor_data(next(iter(boxes[name].values())))
+        shape, order = tuple(sample.size), orders.get(fqn)
+        held = [_interval(_tensor_data(item), order) for item in boxes[name].values()]
+        holes = complement(held, math.prod(shape))
+        if not holes:
+            continue
+        excused = [span for r in reports for span in r.stateless.get(fqn, ())]
+        for start, stop in holes:
+            if complement(excused, stop, start):
+                lost.append(f"{name}[{start}:{stop}]")
+        absent[name] = [list(hole) for hole in holes]
+        for start, stop in holes:
+            for at in range(start, stop, _ZEROS_AT_ONCE):
+                part = Segment(fqn, shape, at, min(stop, at + _ZEROS_AT_ONCE), 0, order)
+                for piece in part.pieces():
+                    chunk = ChunkStorageMetadata(
+                        torch.Size(piece.box.offsets), torch.Size(piece.box.sizes)
+                    )
+                    zeros.append(
+                        WriteItem(
+                            MetadataIndex(name, piece.box.offsets),
+                            WriteItemType.SHARD,
+                            tensor_data=dataclasses.replace(sample, chunk=chunk),
+                        )
+                    )
+    if lost:
+        raise LayoutError(
+            f"{key}: expected every element on a rank that takes part in the save, found none "
+            f"that holds:\n  " + "\n  ".join(lost) + "\nCall dcp.save on all ranks of the FSDP "
+            "process group"
+        )
+    if absent:
+        warnings.warn(
+            f"{key}: some ranks have no state for parts of {sorted({names[n] for n in absent})} "
+            f"while others do (no gradient there); zeros are saved for those parts",
+            stacklevel=2,
+        )
+        plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, *zeros])
+    return absent
+
+
+def _interval(data: TensorWriteData, order: tuple[int, ...] | None) -> tuple[int, int]:
+    """The elements of a box that is contiguous in memory order."""
+    start = 0
+    for d in order if order is not None else range(len(data.size)):
+        start = start * data.size[d] + data.chunk.offsets[d]
+    return start, start + math.prod(data.chunk.sizes)
+
+
+def complement(
+    spans: Sequence[tuple[int, int]], stop: int, start: int = 0
+) -> list[tuple[int, int]]:
+    """What ``spans`` leave uncovered of ``[start, stop)``."""
+    holes = []
+    for low, high in sorted(spans):
+        if low > start:
+            holes.append((start, min(low, stop)))
+        start = max(start, high)
+        if start >= stop:
+            return holes
+    return [*holes, (start, stop)] if start < stop else holes
+
+
+def share_out(plans: Sequence[SavePlan], *, to_lowest: bool = False) -> list[SavePlan]:
+    """Give each item that several ranks offer to one of them.  Deterministic.
+
+    Objects and scalars go to the lowest rank that offers them, so that they lie together; boxes,
+    largest first, to the rank with the fewest bytes so far (``to_lowest``: to the lowest).
+
+    Replaces ``torch.distributed.checkpoint._dedup_save_plans``, which counts whole tensors.
+    """
+    offers: dict[MetadataIndex, list[int]] = defaultdict(list)
+    size: dict[MetadataIndex, int] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            offers[item.index].append(rank)
+            size.setdefault(item.index, _item_bytes(item))
+    load = [0] * len(plans)
+    owner: dict[MetadataIndex, int] = {}
+    shared = []
+    for index, ranks in offers.items():
+        if len(ranks) == 1:
+            owner[index] = ranks[0]
+            load[ranks[0]] += size[index]
+        else:
+            shared.append(index)
+    shared.sort(key=lambda i: (-size[i], i.fqn, tuple(i.offset or ())))
+    for index in shared:
+        small = to_lowest or size[index] <= 1024
+        owner[index] = min(offers[index], key=lambda r: (0 if small else load[r], r))
+        load[owner[index]] += size[index]
+    return [
+        dataclasses.replace(plan, items=[i for i in plan.items if owner[i.index] == rank])
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def _item_bytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    data = item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
