@@ -314,12 +314,21 @@ class WholeEntry(Entry):
         except Exception as error:
             if allow_pickle:
                 raise CorruptCheckpointError(f"{self.where()}: torch.load: {error}") from error
-            reason = " ".join(str(error).split())
             raise UnsafeCheckpointError(
-                f"{self.where()}: torch.load(weights_only=True) refuses it: {reason[:600]} "
-                "Pass allow_pickle=True only if you trust where the checkpoint comes from, or "
-                "name the class with torch.serialization.add_safe_globals."
+                f"{self.where()}: unpickling it could run code: it wants "
+                f"{_unsafe_names(self.data, error)}. Pass allow_pickle=True only if you trust "
+                "where the checkpoint comes from, or allow the classes with "
+                "torch.serialization.add_safe_globals."
             ) from None
+
+
+def _unsafe_names(data: bytearray, error: Exception) -> str:
+    """What a pickle names that ``torch.load(weights_only=True)`` does not allow."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+    except Exception:
+        names = []
+    return ", ".join(names) or f"what torch.load refuses ({' '.join(str(error).split())[-300:]})"
 
 
 def _payload(data: bytearray, plain: ForeignTensor) -> torch.Tensor:
