@@ -1,4 +1,4 @@
-"""The bytes of an entry: fixed, readable by torch.load, and covered by checksums to the last one."""
+"""The bytes of an entry: fixed, readable by torch.load, covered by checksums to the last one."""
 
 from __future__ import annotations
 
