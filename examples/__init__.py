@@ -1,0 +1,1 @@
+"""Examples: ``python -m examples.train_resume``, ``torchrun ... examples/minimal.py``."""

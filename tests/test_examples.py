@@ -1,0 +1,109 @@
+"""The examples run, their comparisons hold, and the comparisons are able to fail."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.tiny_lm import Config, Text
+from examples.train_resume import RUNS, TOLERANCE, Run, judge
+
+_ROOT = Path(__file__).parent.parent
+
+
+def _run(*command: str, limit: float) -> subprocess.CompletedProcess[str]:
+    """Run to its end, or kill it with all its children at ``limit`` seconds."""
+    process = subprocess.Popen(
+        command,
+        cwd=_ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def test_train_resume_quick(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    module = "examples.train_resume"
+    done = _run(sys.executable, "-m", module, "--quick", "--json", str(results), limit=240)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("equal to the bit") == 2
+    document = json.loads(results.read_text())
+    runs = document["runs"]
+    assert [(r["kind"], r["place"], len(r["ranks"])) for r in runs] == [
+        (run.kind, run.place, run.ranks) for run in RUNS
+    ]
+    want = document["reference"][0]["losses"]
+    assert len(want) == 4 and all(0 < loss < 7 for loss in want)
+    for run in runs:
+        same = run["ranks"][0]["losses"] == want
+        assert same if run["expect"] == "bits" else (not same or run["expect"] == "close")
+        assert sum(rank["read"] for rank in run["ranks"]) > 0
+    for rank in document["reference"]:
+        for name, cost in rank["costs"].items():
+            if name.endswith("ours"):  # nothing but barriers leaves a rank
+                assert cost["between"] < 4096, name
+            else:
+                assert cost["between"] > rank["state_bytes"], name
+
+
+def test_minimal_under_torchrun() -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
+    done = _run(sys.executable, *torchrun, "examples/minimal.py", limit=120)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("loaded what was saved") == 2
+
+
+def _ranks(losses: list[float], digest: int = 1) -> list[dict[str, Any]]:
+    return [{"losses": losses, "digest": digest} for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "digest", "bits", "close", "differs"),
+    [
+        ([3.0, 2.0], 1, True, True, False),
+        ([3.0, 2.0], 2, False, True, False),
+        ([3.0, 2.0000000001], 1, False, True, False),
+        ([3.0, 2.0 * (1 + 2 * TOLERANCE)], 1, False, False, True),
+        ([3.0, float("nan")], 1, False, False, False),
+        ([3.0], 1, False, False, False),
+    ],
+)
+def test_the_judge_can_say_no(
+    losses: list[float], digest: int, bits: bool, close: bool, differs: bool
+) -> None:
+    reference = _ranks([3.0, 2.0])
+    run = Run("fsdp1", "disk", 2, "bits")
+    got = _ranks(losses, digest)
+    assert judge(run, got, reference)[0] is bits
+    assert judge(replace(run, expect="close"), got, reference)[0] is close
+    assert judge(replace(run, expect="differs"), got, reference)[0] is differs
+
+
+def test_data_is_a_function_of_the_step() -> None:
+    config, text = Config(), Text()
+    batch = text.batch(5, config)
+    torch.rand(7)
+    assert torch.equal(batch, Text().batch(5, config))
+    assert not torch.equal(batch, text.batch(6, config))
+    assert batch.shape == (config.rows, config.context + 1)
+    assert all(config.rows % world == 0 for world in (2, 4))
