@@ -272,6 +272,7 @@ def _allowed() -> dict[tuple[str, str], Any]:
     allowed["collections", "OrderedDict"] = OrderedDict
     for builtin in (set, frozenset, complex, bytearray, slice, range):
         allowed["builtins", builtin.__name__] = builtin
+        allowed["__builtin__", builtin.__name__] = builtin  # pickle protocols 0 to 2
     # A checkpoint_id that was a Path; a pure path of the kind touches no file system.
     for module in ("pathlib", "pathlib._local"):
         for name in ("PosixPath", "PurePosixPath"):

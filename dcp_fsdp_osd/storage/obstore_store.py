@@ -3,11 +3,15 @@
 Requests run on obstore's own threads without the GIL.  `storage_options` are obstore's own
 configuration keys (``access_key_id``, ``region``, ``endpoint``, ...), with ``client_options``,
 ``retry_config`` and ``credential_provider`` as in ``obstore.store.from_url``.
+
+A forked child of a process that has used obstore cannot use it (its threads are gone): there
+``auto`` takes fsspec where there are no options, and anything else is an error rather than a hang.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,9 +34,19 @@ _FSSPEC_OPTIONS = {
 }  # fmt: skip
 
 
+# obstore's threads belong to the process that used it first, for good.
+_used_by: list[int] = []
+
+
+def _forked() -> bool:
+    return bool(_used_by) and _used_by[0] != os.getpid()
+
+
 def serves(config: StoreConfig) -> bool:
     """Whether obstore is installed, knows the URL's scheme, and the options are not fsspec's."""
     if config.url.partition("://")[0] not in _SCHEMES or _FSSPEC_OPTIONS & set(config.options):
+        return False
+    if _forked() and not config.options:
         return False
     try:
         import obstore  # noqa: F401
@@ -66,6 +80,12 @@ class ObstoreStore:
             raise StorageError(
                 "backend='obstore' needs obstore: pip install 'dcp-fsdp-osd[obstore]'"
             ) from error
+        if _forked():
+            raise StorageError(
+                "obstore was used before this process was forked and would hang now: start "
+                "processes by 'spawn' or 'forkserver', or pass backend='fsspec'"
+            )
+        _used_by[:] = [os.getpid()]
         self.obs: Any = obstore
         options = dict(config.options)
         seconds = timedelta(seconds=max(config.stall_seconds / 3, 0.1))

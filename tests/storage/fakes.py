@@ -1,4 +1,4 @@
-"""Stores that record, fail, stall and count: real ones underneath, so what they let through works."""
+"""Stores that record, fail, stall and count, with a real one underneath."""
 
 from __future__ import annotations
 

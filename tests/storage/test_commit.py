@@ -1,4 +1,4 @@
-"""Whatever call fails, or is the last before the process ends: the old checkpoint, or the new one."""
+"""Whatever call fails, or is the last before the process ends: the old checkpoint or the new."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_file_that_shrank_before_the_commit(tmp_path: Path) -> None:
         if operation == "complete":
             os.truncate(path / name, 100)
 
-    with pytest.raises(CheckpointException, match="expected .* bytes, found 100"):
+    with pytest.raises(CheckpointException, match=r"expected .* bytes, found 100"):
         save(path, NEW, Script(after=after))
     assert names(path) == set()
 

@@ -1,0 +1,216 @@
+"""One contract for every store."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dcp_fsdp_osd.errors import StorageError, UnsafeCheckpointError
+from dcp_fsdp_osd.storage.local_store import LocalStore
+from dcp_fsdp_osd.storage.obstore_store import ObstoreStore, serves
+from dcp_fsdp_osd.storage.store import (
+    Store,
+    StoreConfig,
+    check_name,
+    open_store,
+    redact,
+)
+from tests.storage.conftest import Place
+
+PART = 5 << 20  # the smallest multipart part of S3
+
+
+def upload(store: Store, name: str, data: bytes, part: int = PART) -> None:
+    file = store.create(name, part, 2)
+    for start in range(0, max(len(data), 1), part):
+        piece = memoryview(data)[start : start + part]
+        file.write(start, [piece[:7], piece[7:]])
+    file.complete(len(data))
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, PART, PART + 1, 2 * PART + 12345])
+def test_write_and_read(place: Place, size: int) -> None:
+    store = place.store()
+    data = os.urandom(size)
+    upload(store, "file", data)
+    assert store.sizes() == {"file": size}
+    assert store.size("file") == size
+    assert store.read("file", size) == data
+    a, b = size // 3, size // 2
+    pieces = [bytearray(b - a), bytearray(0), bytearray(size - b)]
+    store.read_into("file", a, [memoryview(piece) for piece in pieces])
+    assert b"".join(pieces) == data[a:]
+    assert place.uploads() == []
+
+
+def test_parts_in_parallel_and_any_order(place: Place) -> None:
+    store = place.store()
+    if store.limits.order == "stream":
+        pytest.skip("writes of a file are in order here")
+    data = os.urandom(3 * PART + 100)
+    file = store.create("file", PART, 2)
+    starts = list(range(0, len(data), PART))[::-1]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda at: file.write(at, [memoryview(data)[at : at + PART]]), starts))
+    file.write(PART, [memoryview(data)[PART : 2 * PART]])  # a retry of a part
+    file.complete(len(data))
+    assert store.read("file", len(data)) == data
+
+
+def test_abort_leaves_nothing(place: Place) -> None:
+    store = place.store()
+    file = store.create("file", PART, 2)
+    file.write(0, [memoryview(bytes(PART))])
+    file.write(PART, [memoryview(bytes(PART))])
+    file.abort()
+    del file
+    assert store.sizes() == {}
+    assert place.uploads() == []
+    store.create("other", PART, 2).abort()
+    assert store.sizes() == {}
+
+
+def test_missing_and_short(place: Place) -> None:
+    store = place.store()
+    assert store.sizes() == {}
+    assert store.commits() == []
+    for call in (
+        lambda: store.size("none"),
+        lambda: store.read("none", 10),
+        lambda: store.read_into("none", 0, [memoryview(bytearray(5))]),
+    ):
+        with pytest.raises(FileNotFoundError):
+            call()
+    store.put("file", b"0123456789", exclusive=False)
+    for start, size in ((5, 10), (10, 1), (100, 5)):
+        with pytest.raises(EOFError):
+            store.read_into("file", start, [memoryview(bytearray(size))])
+    store.delete(["none", "file", "file"])
+    assert store.sizes() == {}
+
+
+def test_a_size_limit_holds_before_anything_is_read(place: Place) -> None:
+    store = place.store()
+    store.put("file", b"0123456789", exclusive=False)
+    with pytest.raises(StorageError, match="10 bytes"):
+        store.read("file", 9)
+
+
+def test_put_replaces_in_one_step(place: Place) -> None:
+    """A reader sees the old or the new bytes, never a mix or nothing."""
+    store = place.store()
+    old, new = b"a" * 100_000, b"b" * 120_000
+    store.put("file", old, exclusive=False)
+    stop = threading.Event()
+    seen: list[bytes] = []
+
+    def look() -> None:
+        reader = place.store()
+        while not stop.is_set():
+            try:
+                data = reader.read("file", 1 << 20)
+            except EOFError:
+                continue  # replaced by a shorter one between asking for its size and reading
+            seen.append(data[:1] if data in (old, new, new[: len(old)]) else data)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(look)
+        for data in (new, old) * (3 if place.endpoint else 20):
+            store.put("file", data, exclusive=False)
+        stop.set()
+        running.result()
+    assert set(seen) <= {b"a", b"b"}
+
+
+def test_listings_are_never_old(place: Place) -> None:
+    store, other = place.store(), place.store()
+    assert store.sizes() == {}
+    other.put("file", b"1", exclusive=False)
+    assert store.sizes() == {"file": 1}
+    other.put("file", b"22", exclusive=False)
+    assert store.sizes() == {"file": 2} and store.size("file") == 2
+    other.delete(["file"])
+    assert store.sizes() == {}
+
+
+def test_folders_below_are_not_listed(place: Place) -> None:
+    place.below("run").store().put(".metadata", b"x", exclusive=False)
+    place.below("empty").store().put("data", b"x", exclusive=False)
+    store = place.store()
+    assert store.sizes() == {}
+    assert [commit.folder for commit in store.commits()] == ["run"]
+    assert store.commits()[0].modified >= 0
+
+
+def test_in_a_forked_process_and_another_thread(place: Place) -> None:
+    if place.kind == "memory":
+        pytest.skip("memory is not shared with another process")
+    session = place.reader()._session
+    session.store.put("file", b"0123", exclusive=False)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: session.store.read("file", 10)).result() == b"0123"
+    parent = session.store
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            fresh = session.store is not parent
+            code = 0 if fresh and session.store.read("file", 10) == b"0123" else 2
+        except StorageError as error:
+            code = 3 if "forked" in str(error) else 4
+        finally:
+            os._exit(code)
+    deadline = threading.Timer(30, os.kill, (pid, 9))
+    deadline.start()
+    _, status = os.waitpid(pid, 0)
+    deadline.cancel()
+    # obstore cannot be rebuilt there: an error, not a hang.
+    assert os.waitstatus_to_exitcode(status) == (3 if place.kind == "obstore" else 0)
+    assert session.store is parent and session.store.read("file", 10) == b"0123"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "~/x", "s3://b/x", "C:\\x", "C:/x",
+     "a\\..\\b", "x\0", "x\n", "*", "a?", "a[b]", None, 5, b"x"],
+)  # fmt: skip
+def test_names_that_leave_the_folder(name: object) -> None:
+    with pytest.raises(UnsafeCheckpointError):
+        check_name(name)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "sub/x.distcp", "a b", "ä", "..x"])
+def test_names_that_do_not(name: str) -> None:
+    assert check_name(name) == name
+
+
+def test_choice_of_backend() -> None:
+    assert isinstance(open_store(StoreConfig("/tmp/x")), LocalStore)
+    assert isinstance(open_store(StoreConfig("file:///tmp/x")), LocalStore)
+    theirs = {"key": "a", "secret": "b"}
+    ours = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
+    assert not serves(StoreConfig("s3://bucket/x", options=theirs))
+    assert serves(StoreConfig("s3://bucket/x", options=ours))
+    assert not serves(StoreConfig("memory://x"))
+    assert isinstance(open_store(StoreConfig("s3://bucket/x", options=ours)), ObstoreStore)
+    with pytest.raises(StorageError, match="unknown"):
+        open_store(StoreConfig("/tmp/x", "nfs"))  # type: ignore[arg-type]
+    with pytest.raises(StorageError, match="takes a path"):
+        open_store(StoreConfig("s3://bucket/x", "local"))
+    with pytest.raises(StorageError, match="cannot open"):
+        open_store(StoreConfig("nosuchscheme://x"))
+    with pytest.raises(StorageError, match="obstore"):
+        open_store(StoreConfig("s3://bucket/x", "obstore", {"secret_access_keys": "hidden123"}))
+
+
+def test_secrets_are_taken_out() -> None:
+    options = {"key": "AKIA123", "secret": "very/secret", "client": {"token": "tok456"}, "n": 1}
+    text = redact(
+        "AKIA123 very/secret tok456 https://user:pw@host/ ?X-Amz-Signature=abc&x=1", options
+    )
+    for secret in ("AKIA123", "very/secret", "tok456", "user:pw", "abc"):
+        assert secret not in text
+    assert "very/secret" not in repr(StoreConfig("s3://b/x", options=options))
