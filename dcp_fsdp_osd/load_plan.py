@@ -362,6 +362,8 @@ class _Planner:
             leaf = mine.get(path)
             if leaf is None or not isinstance(value, torch.Tensor) or leaf.kind == "object":
                 continue
+            if leaf.kind == "scalar" and not value.dim() and value.dtype == leaf.dtype:
+                leaf.tensor = value.detach()
             if leaf.kind in ("local", "whole", "dtensor"):
                 shape = param.shapes[0] if leaf.kind == "dtensor" else leaf.shape
                 if tuple(value.shape) != shape:

@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
@@ -100,6 +103,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         self._loads: dict[str, OptimLoad] = {}
         self._owner: dict[str, OptimLoad] = {}
         self._pending: dict[str, set[ReadItem]] = {}
+        self._given: dict[str, Any] = {}
         self.skipped: list[str] = []
 
     # ------------------------------------------------------------ planning
@@ -124,11 +128,12 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
                 self._loads[key] = load
         rest = with_optim_removed(state_dict, [load.path for load in self._loads.values()])
         super().set_up_planner(rest, metadata, is_coordinator)
-        self.original_state_dict = state_dict
+        self._given = state_dict
 
     def create_local_plan(self) -> LoadPlan:
         """The reads of this rank: DCP's default ones, and those of its own elements."""
-        plan = super().create_local_plan()
+        plan = self._default_plan()
+        self.original_state_dict = self._given  # where DCP's default planner puts objects
         items = list(plan.items)
         data = _LocalData({}, {}, {}, self._strict)
         for key, load in self._loads.items():
@@ -141,6 +146,18 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             self._owner.update((item.dest_index.fqn, load) for item in own)
             items += own
         return dataclasses.replace(plan, items=items, planner_data=data)
+
+    def _default_plan(self) -> LoadPlan:
+        """DCP's plan of everything else.
+
+        DCP takes the checkpoint for one of torch 2.3 when a key is missing *here*, as it is for a
+        ShardedTensor of which this rank has no shard, and then looks for keys of that format.
+        Where the checkpoint has all of our keys there is nothing to guess.
+        """
+        if self.metadata is None or self.state_dict.keys() - self.metadata.state_dict_metadata:
+            return super().create_local_plan()
+        strict = not self.allow_partial_load
+        return create_default_local_load_plan(self.state_dict, self.metadata, strict)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Refuse the load, on the coordinator for all ranks, if anything does not match.

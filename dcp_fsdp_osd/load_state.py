@@ -71,6 +71,7 @@ class OptimLoad:
         self.schedule = LoadSchedule()
         self.objects: dict[str, Any] = {}
         self.scalars: dict[str, torch.Tensor] = {}
+        self._scalars_in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def plan(self) -> LoadSchedule:
         self.schedule = plan_load(self.target, self.index, self.live, self.key)
@@ -176,6 +177,8 @@ class OptimLoad:
                 f"{self.key}: the checkpoint is not of this model and optimizer; the state that "
                 f"was loaded in place is not to be used:\n  " + "\n  ".join(problems)
             )
+        for tensor, value in self._scalars_in_place:
+            tensor.copy_(value)
         result_groups = []
         for group, ids in zip(new_groups, self._group_ids(), strict=True):
             result_groups.append({**group, "params": ids})
@@ -260,6 +263,9 @@ class OptimLoad:
                 + ", ".join(f"{fqn}: {_plain(v)}" for fqn, v in found.items())
             )
         value = next(iter(found.values()))
+        if leaf.tensor is not None:
+            self._scalars_in_place.append((leaf.tensor, value))
+            return leaf.tensor
         if isinstance(value, torch.Tensor) and leaf.param is not None and capturable:
             value = value.to(self.target.devices[leaf.param])
         return value

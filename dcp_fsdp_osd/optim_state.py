@@ -410,12 +410,23 @@ class FlatOptimState(Stateful):
         self.optim.load_state_dict(loaded)
         params = [p for group in self.optim.param_groups for p in group["params"]]
         for number, state in loaded["state"].items():
-            if not isinstance(number, int) or number >= len(params):
-                continue
-            own = self.optim.state[params[number]]
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and own[name].dtype != value.dtype:
-                    own[name] = value
+            if isinstance(number, int) and number < len(params):
+                self.optim.state[params[number]] = _as_saved(
+                    state, self.optim.state[params[number]]
+                )
+
+
+def _as_saved(saved: Any, cast: Any) -> Any:
+    """``cast`` (by ``Optimizer.load_state_dict``) with the dtypes and objects of ``saved``.
+
+    What the optimizer itself made of a value (a tensor of a float ``step``) and where it
+    put a tensor stays.
+    """
+    if isinstance(saved, Mapping) and isinstance(cast, Mapping):
+        return {k: _as_saved(v, cast[k]) if k in cast else v for k, v in saved.items()}
+    if isinstance(saved, torch.Tensor) and isinstance(cast, torch.Tensor):
+        return cast if cast.dtype == saved.dtype else saved.to(cast.device)
+    return cast if isinstance(cast, torch.Tensor) else saved
 
 
 def is_guarded(state_dict: Mapping[str, Any]) -> bool:
