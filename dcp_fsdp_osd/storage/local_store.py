@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import threading
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -105,9 +106,23 @@ class _LocalUpload:
         self._path = path
         self._fsync = fsync
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        # The number of a closed file is given to the next one that is opened.  A thread that was
+        # left behind in a stalled write must not find it: the last one out closes the file.
+        self._lock = threading.Lock()
+        self._writing = 0
+        self._over = False
 
     def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
-        _transfer(self._fd, offset, pieces, reading=False)
+        with self._lock:
+            if self._over:
+                raise StorageError(f"{self._path.name}: the save is over")
+            self._writing += 1
+        try:
+            _transfer(self._fd, offset, pieces, reading=False)
+        finally:
+            with self._lock:
+                self._writing -= 1
+                self._close_if_unused()
 
     def complete(self, size: int) -> None:
         found = os.fstat(self._fd).st_size
@@ -115,15 +130,24 @@ class _LocalUpload:
             raise StorageError(f"{self._path.name} has {found} bytes, expected {size} written")
         if self._fsync:
             os.fsync(self._fd)
-        os.close(self._fd)
+        self._end()
         if self._fsync:
             _sync_folder(self._path.parent)
 
     def abort(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
+        self._end()
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._over = True
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._over and not self._writing and self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def _transfer(fd: int, offset: int, pieces: Sequence[memoryview], *, reading: bool) -> None:

@@ -74,7 +74,7 @@ class ScriptedStore:
             self._store.read_into(name, offset, pieces)
 
     def read(self, name: str, limit: int) -> bytes:
-        with self._script.step("read", name):
+        with self._script.step("read whole", name):
             return self._store.read(name, limit)
 
     def size(self, name: str) -> int:
