@@ -67,7 +67,7 @@ def test_train_resume_quick(tmp_path: Path) -> None:
 
 
 def test_minimal_under_torchrun() -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = _run(sys.executable, *torchrun, "examples/minimal.py", limit=120)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("loaded what was saved") == 2

@@ -1,0 +1,44 @@
+"""The benchmark against stock runs, and what it counts is what the issue claims."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import stock_vs_ours
+
+
+@pytest.mark.slow
+def test_stock_vs_ours_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.json"
+    stock_vs_ours.main(["--quick", "--json", str(path), "--folder", str(tmp_path)])
+    output = capsys.readouterr().out
+    document = json.loads(path.read_text())
+    assert [run["use_orig_params"] for run in document["runs"]] == [True, False]
+    for run in document["runs"]:
+        for phase in ("save", "load"):
+            for name, figure in run[phase].items():
+                assert f"{phase}: {name}" in output
+                assert figure["wall"] > 0
+                if name.startswith("stock"):  # it gathers: the counter must see it
+                    assert figure["tensor_bytes_sent"] > run["state_bytes"] / 2
+                else:
+                    assert figure["tensor_bytes_sent"] < 4096, name
+    assert not [left for left in tmp_path.iterdir() if left != path]
+
+
+def test_the_figures_of_ranks_are_combined() -> None:
+    def rank(walls: list[float], peak: int, sent: int) -> dict:
+        runs = [{"wall": w, "cpu": 1.0, "peak_extra": peak, "extra": {"read": w}} for w in walls]
+        one = {"runs": runs, "tensor_bytes_sent": sent, "object_bytes_sent": 1}
+        return {"state_bytes": 100, "load": {"stock A": one, "ours, in place": one}}
+
+    figures = stock_vs_ours._figures([rank([1, 5, 3], 150, 7), rank([2, 1, 4], 120, 8)], "load")
+    fresh, live = figures["stock A"], figures["ours, in place"]
+    assert fresh["wall"] == 4 and (fresh["wall_min"], fresh["wall_max"]) == (2, 5)
+    assert fresh["parts"] == {"read": 4}
+    assert fresh["peak_extra"] == 150 and fresh["extra"] == 50  # it had to allocate the state
+    assert live["extra"] == 150
+    assert fresh["tensor_bytes_sent"] == 15 and fresh["object_bytes_sent"] == 2
