@@ -16,6 +16,7 @@ from .layout import FlatLayout
 from .load_planner import FlatOptimLoadPlanner
 from .optim_state import FlatOptimState
 from .save_planner import FlatOptimSavePlanner
+from .storage import StreamingReader, StreamingWriter, latest
 
 __all__ = [
     "CheckpointMismatchError",
@@ -27,6 +28,9 @@ __all__ = [
     "FlatOptimState",
     "LayoutError",
     "StorageError",
+    "StreamingReader",
+    "StreamingWriter",
     "UnsafeCheckpointError",
     "UnsupportedTorchError",
+    "latest",
 ]

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from .errors import CheckpointMismatchError
-from .fsdp import describe_target
+from .fsdp import Target, describe_target
 from .load_state import OptimLoad
 from .optim_state import load_object
 from .tree import find_optim, with_optim_removed
@@ -91,14 +91,40 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         strict: bool = True,
         **default_planner_options: Any,
     ) -> None:
-        if not default_planner_options.get("flatten_state_dict", True):
-            raise ValueError("expected flatten_state_dict=True: optimizer state has flattened keys")
         if form != "flat":
             raise ValueError(f"expected form='flat', found {form!r}")
-        super().__init__(**default_planner_options)
-        self._optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim)
-        self._targets = {name: describe_target(model, o) for name, o in self._optims.items()}
-        self._strict = strict
+        optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim)
+        targets = {name: describe_target(model, o) for name, o in optims.items()}
+        self._init(optims, targets, strict, default_planner_options)
+
+    @classmethod
+    def from_targets(
+        cls,
+        optims: Mapping[str, torch.optim.Optimizer],
+        targets: Mapping[str, Target],
+        *,
+        strict: bool = True,
+        **default_planner_options: Any,
+    ) -> FlatOptimLoadPlanner:
+        """The planner of optimizers (by key) whose layouts are known without a model.
+
+        For planning any rank of any world in one process.
+        """
+        planner = cls.__new__(cls)
+        planner._init(dict(optims), dict(targets), strict, default_planner_options)
+        return planner
+
+    def _init(
+        self,
+        optims: dict[str, torch.optim.Optimizer],
+        targets: dict[str, Target],
+        strict: bool,
+        options: dict[str, Any],
+    ) -> None:
+        if not options.get("flatten_state_dict", True):
+            raise ValueError("expected flatten_state_dict=True: optimizer state has flattened keys")
+        super().__init__(**options)
+        self._optims, self._targets, self._strict = optims, targets, strict
         self._lock = threading.Lock()
         self._loads: dict[str, OptimLoad] = {}
         self._owner: dict[str, OptimLoad] = {}

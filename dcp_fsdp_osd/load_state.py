@@ -15,6 +15,7 @@ from .checkpoint_index import index_checkpoint
 from .errors import CheckpointMismatchError
 from .fsdp import Target
 from .load_plan import Leaf, LoadSchedule, plan_load
+from .memory import empty_for_reading
 from .optim_state import (
     digest,
     dotted,
@@ -114,32 +115,19 @@ class OptimLoad:
     def allocate(self) -> None:
         """Make the tensors that are not there yet, each with memory of its own."""
         for leaf in self.schedule.leaves:
-            if leaf.kind in ("object", "scalar") or leaf.tensor is not None:
+            if leaf.kind in ("object", "scalar", "skipped") or leaf.tensor is not None:
                 continue
-            device = self._device(leaf)
             if leaf.kind == "dtensor" and leaf.param is not None:
-                like = self.target.params[leaf.param]
-                leaf.tensor = torch.empty_like(like, dtype=leaf.dtype, requires_grad=False).detach()
+                leaf.tensor = _empty_dtensor(self.target.params[leaf.param], leaf.dtype)
                 continue
-            leaf.tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            leaf.tensor = empty_for_reading(leaf.shape, leaf.dtype, self._device(leaf))
             if leaf.kind == "local" and leaf.filled < leaf.tensor.numel():
-                self._zero_gaps(leaf)
+                _zero_gaps(leaf, leaf.tensor)
 
     def _device(self, leaf: Leaf) -> torch.device:
         if leaf.kind == "group" or leaf.param is None:
             return torch.device("cpu")
         return self.target.devices[leaf.param]
-
-    def _zero_gaps(self, leaf: Leaf) -> None:
-        """Padding, and parameters without state, are zeros, as FSDP makes them."""
-        assert leaf.tensor is not None
-        at = 0
-        spans = sorted(
-            (p.offset, p.offset + p.box.numel) for p in leaf.pieces.values() if p is not None
-        )
-        for low, high in [*spans, (leaf.tensor.numel(), leaf.tensor.numel())]:
-            leaf.tensor[at:low].zero_()
-            at = max(at, high)
 
     def destination(self, item: ReadItem) -> torch.Tensor:
         leaf, piece = self.schedule.destinations[item.dest_index]
@@ -273,3 +261,31 @@ class OptimLoad:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _empty_dtensor(like: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A DTensor of the placements of ``like``, whose local part is fresh memory."""
+    if not isinstance(like, DTensor):
+        raise CheckpointMismatchError(f"expected a DTensor parameter, found {type(like).__name__}")
+    local = empty_for_reading(like.to_local().shape, dtype, like.to_local().device)
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _zero_gaps(leaf: Leaf, tensor: torch.Tensor) -> None:
+    """Padding, and parameters without state, are zeros, as FSDP makes them."""
+    at = 0
+    spans = sorted(
+        (piece.offset, piece.offset + piece.box.numel)
+        for piece in leaf.pieces.values()
+        if piece is not None
+    )
+    for low, high in [*spans, (tensor.numel(), tensor.numel())]:
+        tensor[at:low].zero_()
+        at = max(at, high)

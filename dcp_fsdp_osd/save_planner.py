@@ -115,18 +115,32 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         key: str = "optim",
         **default_planner_options: Any,
     ) -> None:
+        optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim)
+        layouts = {name: describe_target(model, each).layout for name, each in optims.items()}
+        self._init(layouts, default_planner_options)
+
+    @classmethod
+    def from_layouts(
+        cls, layouts: Mapping[str, FlatLayout], **default_planner_options: Any
+    ) -> FlatOptimSavePlanner:
+        """The planner of optimizers (by key) of which only the layout is known.
+
+        For planning any rank of any world in one process.
+        """
+        planner = cls.__new__(cls)
+        planner._init(dict(layouts), default_planner_options)
+        return planner
+
+    def _init(self, layouts: dict[str, FlatLayout], options: dict[str, Any]) -> None:
         for option, allowed in (("flatten_state_dict", True), ("enable_plan_caching", False)):
-            if default_planner_options.get(option, allowed) != allowed:
+            if options.get(option, allowed) != allowed:
                 raise ValueError(
-                    f"expected {option}={allowed}, found {default_planner_options[option]}: "
+                    f"expected {option}={allowed}, found {options[option]}: "
                     f"optimizer state is written under flattened keys, and plans depend on values "
                     f"that DCP's class-level plan cache does not compare"
                 )
-        super().__init__(**default_planner_options)
-        optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim)
-        self._layouts: dict[str, FlatLayout] = {
-            name: describe_target(model, each).layout for name, each in optims.items()
-        }
+        super().__init__(**options)
+        self._layouts = layouts
         self._reset()
 
     def _reset(self) -> None:

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -23,7 +24,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision
 from torch.nn.parallel import DistributedDataParallel
 
-from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimSavePlanner
+from dcp_fsdp_osd import (
+    FlatOptimLoadPlanner,
+    FlatOptimSavePlanner,
+    StreamingReader,
+    StreamingWriter,
+)
 from dcp_fsdp_osd.fsdp import describe_target
 from tests.models import (
     Conv,
@@ -331,6 +337,45 @@ def _mixed(rank: int, world: int, path: str) -> None:
 
 def test_ours_and_stock_in_one_load(tmp_path: Path) -> None:
     run_ranks(_mixed, 3, str(tmp_path))
+
+
+def _fsspec(rank: int, world: int, path: str) -> None:
+    model, optim = make()
+    dcp.save(
+        {"optim": optim.state_dict()},
+        storage_writer=FsspecWriter(f"file://{path}"),
+        planner=FlatOptimSavePlanner(model, optim),
+    )
+    fresh_model, fresh = make(steps=0)
+    state: dict[str, Any] = {"optim": {}}
+    dcp.load(
+        state,
+        storage_reader=FsspecReader(f"file://{path}"),
+        planner=FlatOptimLoadPlanner(fresh_model, fresh),
+    )
+    assert_same(state["optim"], optim.state_dict())
+
+
+def test_stock_fsspec_storage(tmp_path: Path) -> None:
+    run_ranks(_fsspec, 2, str(tmp_path))
+
+
+def _streaming(rank: int, world: int, path: str, kind: str) -> None:
+    """Our planners with our storage, written by either and read by either."""
+    model, optim = make("odd")
+    planner = FlatOptimSavePlanner(model, optim)
+    writer = StreamingWriter(path) if kind != "read" else FileSystemWriter(path)
+    dcp.save({"optim": optim.state_dict()}, storage_writer=writer, planner=planner)
+    fresh_model, fresh = make("odd", steps=0, use_orig_params=True)
+    state: dict[str, Any] = {"optim": {}}
+    reader = StreamingReader(path) if kind != "write" else FileSystemReader(path)
+    dcp.load(state, storage_reader=reader, planner=FlatOptimLoadPlanner(fresh_model, fresh))
+    assert_same(state["optim"], optim.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["read", "write", "both"])
+def test_streaming_storage(tmp_path: Path, kind: str) -> None:
+    run_ranks(_streaming, 3, str(tmp_path), kind)
 
 
 def _several(rank: int, world: int, path: str) -> None:
