@@ -87,15 +87,20 @@ class Fault:
 
 @dataclass
 class Rule:
-    """A fault and the requests that it strikes.  ``hits`` counts those struck so far."""
+    """A fault and the requests that it strikes.
+
+    ``hits`` counts those struck so far; ``struck`` is the last of them.
+    """
 
     fault: Fault
     method: str
     path: re.Pattern[str]
     skip: int
     times: int
+    after: Rule | None
     hits: int = 0
     matched: int = 0
+    struck: str = ""
 
 
 @dataclass
@@ -138,14 +143,22 @@ class FaultProxy:
         self._thread.start()
 
     def inject(
-        self, fault: Fault, *, method: str = "", path: str = "", skip: int = 0, times: int = 1
+        self,
+        fault: Fault,
+        *,
+        method: str = "",
+        path: str = "",
+        skip: int = 0,
+        times: int = 1,
+        after: Rule | None = None,
     ) -> Rule:
         """Strike ``times`` requests (-1: all) whose target matches the regular expression ``path``.
 
         The target is the path with its query, percent-encoded.  The first ``skip`` matches
-        pass unharmed.  The first rule that applies wins.
+        pass unharmed; with ``after``, so do those before that rule's first hit.  The first rule
+        that applies wins.
         """
-        rule = Rule(fault, method, re.compile(path), skip, times)
+        rule = Rule(fault, method, re.compile(path), skip, times, after)
         with self.lock:
             self._rules.append(rule)
         return rule
@@ -174,10 +187,13 @@ class FaultProxy:
             for rule in self._rules:
                 if rule.method not in ("", method) or not rule.path.search(target):
                     continue
+                if rule.after is not None and not rule.after.hits:
+                    continue
                 rule.matched += 1
                 spent = rule.times != -1 and rule.hits >= rule.times
                 if rule.matched > rule.skip and not spent:
                     rule.hits += 1
+                    rule.struck = f"{method} {target}"
                     return rule.fault
         return None
 

@@ -32,10 +32,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.s3_server import S3Endpoint, s3_server
+from benchmarks.s3_server import EmbeddedS3, S3Endpoint, s3_server
 from tests.fault_proxy import Fault, FaultProxy, fault_proxy
 
 __all__ = [
+    "EmbeddedS3",
     "Fault",
     "FaultProxy",
     "S3Endpoint",

@@ -45,8 +45,6 @@ __all__ = [
 
 GROUP_TIMEOUT = 8.0
 """Time limit of a collective, seconds."""
-STALL = 4.0
-"""``stall_seconds`` of reader and writer."""
 RETRY = RetryPolicy(tries=4, seconds=4.0, longest=1.0)
 SURVIVORS_END_WITHIN = 25.0
 """The stated limit: a survivor is in storage calls (a stall, and retries that began before it) or
@@ -69,6 +67,7 @@ class Task:
     overwrite: bool = False
     kib: int = 2048
     ranks: int = 2
+    stall: float = 4.0
 
 
 def state_of(version: int, rank: int | None, task: Task) -> dict[str, Any]:
@@ -99,12 +98,12 @@ def load_alone(task: Task) -> dict[str, Any]:
 
 
 def _reader(task: Task) -> StreamingReader:
-    return StreamingReader(task.url, stall_seconds=STALL, retry=RETRY, **task.options)
+    return StreamingReader(task.url, stall_seconds=task.stall, retry=RETRY, **task.options)
 
 
 def writer(task: Task) -> StreamingWriter:
     return StreamingWriter(
-        task.url, overwrite=task.overwrite, stall_seconds=STALL, retry=RETRY, **task.options
+        task.url, overwrite=task.overwrite, stall_seconds=task.stall, retry=RETRY, **task.options
     )
 
 
