@@ -13,7 +13,16 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from dcp_fsdp_osd.errors import StorageError
-from dcp_fsdp_osd.storage.store import Commit, Limits, Store, StoreConfig, causes, scatter
+from dcp_fsdp_osd.storage.store import (
+    Commit,
+    Limits,
+    Store,
+    StoreConfig,
+    causes,
+    display_url,
+    redact,
+    scatter,
+)
 
 __all__ = ["FsspecStore", "open_fsspec"]
 
@@ -24,16 +33,19 @@ def open_fsspec(config: StoreConfig) -> Store:
     Raises:
         StorageError: fsspec does not know the scheme, or its package is not installed.
     """
+    options = dict(config.options)
+    is_s3 = config.url.partition("://")[0] in ("s3", "s3a")
     try:
-        # Instances are cached by fsspec and shared; ours has its own limits and must be new in a
-        # forked process.
-        fs, path = url_to_fs(config.url, skip_instance_cache=True, **config.options)
-    except (ImportError, ValueError) as error:
-        raise StorageError(f"fsspec cannot open {config.url!r}: {error}") from error
-    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
-    if "s3" in protocols and hasattr(fs, "call_s3"):
-        from dcp_fsdp_osd.storage.s3fs_store import S3fsStore
+        if is_s3:
+            from dcp_fsdp_osd.storage.s3fs_store import S3fsStore, s3fs_options
 
+            options = s3fs_options(config)
+        fs, path = url_to_fs(config.url, **options)
+    except (ImportError, ValueError) as error:
+        raise StorageError(
+            f"fsspec cannot open {display_url(config.url)!r}: {redact(str(error), options)}"
+        ) from None
+    if is_s3:
         return S3fsStore(config, fs, path)
     return FsspecStore(fs, path)
 

@@ -24,6 +24,7 @@ from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig, causes, disp
 
 __all__ = ["ObstoreStore", "serves"]
 
+_READ = 8 << 20
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 # What s3fs, gcsfs and adlfs call things: options that have one of these are meant for fsspec.
 _FSSPEC_OPTIONS = {
@@ -120,13 +121,15 @@ class ObstoreStore:
         scatter(memoryview(data), pieces)
 
     def read(self, name: str, limit: int) -> bytes:
-        size = self.size(name)
+        begun = self.obs.get(self.store, name)
+        size = int(begun.meta["size"])
         if size > limit:
             raise StorageError(f"{name} has {size} bytes; at most {limit} are read")
+        if size <= _READ:
+            return bytes(begun.bytes())
         data = bytearray(size)
-        step = 8 << 20
-        for start in range(0, size, step):
-            self.read_into(name, start, [memoryview(data)[start : start + step]])
+        for start in range(0, size, _READ):
+            self.read_into(name, start, [memoryview(data)[start : start + _READ]])
         return bytes(data)
 
     def size(self, name: str) -> int:
@@ -149,9 +152,14 @@ class ObstoreStore:
             raise FileExistsError(name) from error
 
     def delete(self, names: Iterable[str]) -> None:
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                self.obs.delete(self.store, name)
+        left = list(names)
+        try:
+            if left:
+                self.obs.delete(self.store, left)
+        except FileNotFoundError:  # not from S3; then some may be left
+            for name in left:
+                with contextlib.suppress(FileNotFoundError):
+                    self.obs.delete(self.store, name)
 
     def commits(self) -> list[Commit]:
         found = []

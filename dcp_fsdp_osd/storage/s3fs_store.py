@@ -16,16 +16,41 @@ from typing import Any, TypeVar
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig, causes
 
-__all__ = ["S3fsStore"]
+__all__ = ["S3fsStore", "s3fs_options"]
 
 T = TypeVar("T")
 _CHUNK = 1 << 18
+_READ = 8 << 20
 _RETRIED = {
     "500", "502", "503", "504", "InternalError", "OperationAborted", "RequestTimeout",
     "RequestTimeTooSkewed", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException",
     "TooManyRequests", "ConditionalRequestConflict", "XAmzContentSHA256Mismatch", "BadDigest",
 }  # fmt: skip
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
+
+
+def s3fs_options(config: StoreConfig) -> dict[str, Any]:
+    """The caller's options, and what we set where the caller set nothing.
+
+    fsspec keeps one file system for equal options in each process and thread, so that a client is
+    made once.  These options are unlike anybody else's, so nobody else's file system is changed.
+    """
+    seconds = request_seconds(config)
+    defaults: dict[str, Any] = {
+        "connect_timeout": min(10.0, seconds),
+        "read_timeout": seconds,
+        "max_pool_connections": config.concurrency + 2,
+        "retries": {"total_max_attempts": 1},
+    }
+    return {
+        **config.options,
+        "config_kwargs": {**defaults, **(config.options.get("config_kwargs") or {})},
+    }
+
+
+def request_seconds(config: StoreConfig) -> float:
+    """Time limit of one request."""
+    return max(config.stall_seconds / 3, 0.1)
 
 
 class S3fsStore:
@@ -41,18 +66,10 @@ class S3fsStore:
     )
 
     def __init__(self, config: StoreConfig, fs: Any, path: str) -> None:
-        self._seconds = max(config.stall_seconds / 3, 0.1)
+        self._seconds = request_seconds(config)
         self._fs = fs
-        self.bucket, self._prefix, _ = fs.split_path(path.rstrip("/") + "/")
-        configured = dict(config.options.get("config_kwargs") or {})
-        defaults: dict[str, Any] = {
-            "connect_timeout": min(10.0, self._seconds),
-            "read_timeout": self._seconds,
-            "max_pool_connections": config.concurrency + 2,
-            "retries": {"total_max_attempts": 1},
-        }
-        fs.config_kwargs = {**defaults, **configured}
         fs.retries = 1
+        self.bucket, self._prefix, _ = fs.split_path(path.rstrip("/") + "/")
 
     def call(self, method: str, **kwargs: Any) -> Any:
         """One S3 API call on this bucket; blocks."""
@@ -78,25 +95,14 @@ class S3fsStore:
         size = sum(map(len, pieces))
         if size == 0:
             return
+        span = f"bytes={offset}-{offset + size - 1}"
 
         async def read() -> None:
-            response = await self._fs._call_s3(
-                "get_object",
-                Bucket=self.bucket,
-                Key=self.key(name),
-                Range=f"bytes={offset}-{offset + size - 1}",
-            )
-            body = response["Body"]
-            try:
-                if response["ContentLength"] != size:
-                    raise EOFError(f"asked for {size} bytes, offered {response['ContentLength']}")
-                filled = _Filler(pieces)
-                while data := await body.read(_CHUNK):
-                    filled.add(data)
-                if filled.size != size:
-                    raise ConnectionError(f"received {filled.size} of {size} bytes")
-            finally:
-                body.close()
+            response = await self._get(name, Range=span)
+            if response["ContentLength"] != size:
+                response["Body"].close()
+                raise EOFError(f"asked for {size} bytes, offered {response['ContentLength']}")
+            await _receive(response, _Filler(pieces), size)
 
         try:
             self.run(read)
@@ -105,14 +111,29 @@ class S3fsStore:
                 raise EOFError("the range begins behind the end of the file") from error
             raise
 
+    async def _get(self, name: str, **kwargs: Any) -> Any:
+        return await self._fs._call_s3(
+            "get_object", Bucket=self.bucket, Key=self.key(name), **kwargs
+        )
+
     def read(self, name: str, limit: int) -> bytes:
-        size = self.size(name)
+        async def begin() -> tuple[int, bytearray | None]:
+            response = await self._get(name)
+            size = int(response["ContentLength"])
+            if size > min(limit, _READ):
+                response["Body"].close()
+                return size, None
+            data = bytearray(size)
+            await _receive(response, _Filler([memoryview(data)]), size)
+            return size, data
+
+        size, data = self.run(begin)
         if size > limit:
             raise StorageError(f"{name} has {size} bytes; at most {limit} are read")
-        data = bytearray(size)
-        step = 8 << 20
-        for start in range(0, size, step):
-            self.read_into(name, start, [memoryview(data)[start : start + step]])
+        if data is None:
+            data = bytearray(size)
+            for start in range(0, size, _READ):
+                self.read_into(name, start, [memoryview(data)[start : start + _READ]])
         return bytes(data)
 
     def size(self, name: str) -> int:
@@ -158,8 +179,12 @@ class S3fsStore:
             self.call("put_object", Key=self.key(name), Body=data)
 
     def delete(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.call("delete_object", Key=self.key(name))
+        keys = [{"Key": self.key(name)} for name in names]
+        for start in range(0, len(keys), 1000):
+            batch = {"Objects": keys[start : start + 1000], "Quiet": True}
+            failed = self.call("delete_objects", Delete=batch).get("Errors")
+            if failed:
+                raise OSError(f"{len(failed)} files were not deleted: {failed[0].get('Code')}")
 
     def commits(self) -> list[Commit]:
         folders = [
@@ -262,6 +287,17 @@ class _S3Upload:
                 Key=self._store.key(self._name),
                 UploadId=self._upload_id,
             )
+
+
+async def _receive(response: Any, into: _Filler, size: int) -> None:
+    body = response["Body"]
+    try:
+        while data := await body.read(_CHUNK):
+            into.add(data)
+    finally:
+        body.close()
+    if into.size != size:
+        raise ConnectionError(f"received {into.size} of {size} bytes")
 
 
 class _Filler:
