@@ -139,7 +139,9 @@ class FaultProxy:
         self._server.daemon_threads = True
         self._server.block_on_close = False
         self.s3 = upstream.behind(f"http://127.0.0.1:{self._server.server_port}")
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), daemon=True
+        )
         self._thread.start()
 
     def inject(
