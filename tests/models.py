@@ -7,6 +7,7 @@ names to builders, so that a test can run over all of them and pass a name to a 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -383,7 +384,8 @@ def train_steps(
 def full_state(model: FSDP, optim: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer state as whole tensors under FQNs, on every rank: stock FSDP's own gather.
 
-    What our planners save and load is compared with this.
+    What our planners save and load is compared with this.  A copy: where nothing is sharded, FSDP
+    itself returns the optimizer's own tensors.
     """
     with FSDP.state_dict_type(
         model,
@@ -391,4 +393,4 @@ def full_state(model: FSDP, optim: torch.optim.Optimizer) -> dict[str, Any]:
         FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
         FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
     ):
-        return FSDP.optim_state_dict(model, optim)
+        return copy.deepcopy(FSDP.optim_state_dict(model, optim))
