@@ -72,6 +72,10 @@ class Scene:
             self._seconds[action] = calibrate(self.of(action))
         return self._seconds[action]
 
+    def faster(self, action: str) -> None:
+        """A kill came too late: the machine was busier when the action was timed."""
+        self._seconds[action] *= 0.7
+
     def latest(self) -> str | None:
         return latest(self.root, **self.options)
 
@@ -184,11 +188,13 @@ def test_kill_a_rank(scene: Scene, action: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ACTIONS)
 def test_kill_a_rank_at_many_moments(scene: Scene, action: str) -> None:
-    struck = [
-        kill_a_rank(scene, action, fraction, victim)
-        for fraction, victim in moments(f"many-{action}", MANY)
-    ]
-    assert sum(struck) >= len(struck) // 3, "most kills came too late to tell anything"
+    struck = 0
+    for fraction, victim in moments(f"many-{action}", MANY):
+        if kill_a_rank(scene, action, fraction, victim):
+            struck += 1
+        else:
+            scene.faster(action)
+    assert struck >= MANY // 3, "most kills came too late to tell anything"
 
 
 def kill_the_server(weed: SeaweedS3, scene: Scene, action: str, fraction: float) -> None:
