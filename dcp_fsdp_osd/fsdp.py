@@ -107,8 +107,15 @@ def _describe_plain(
         if len(layout.fqns) == 1:  # the first name that was met stays; others are tied to it
             aliases.update((fqn, layout.fqns[0]) for fqn in fqns if fqn != layout.fqns[0])
         return
-    kind = "dtensor" if isinstance(param, DTensor) else "whole"
-    known[id(param)] = (ParamLayout((fqns[0],), (tuple(param.shape),), kind), param.device)
+    shape = tuple(param.shape)
+    layout = ParamLayout((fqns[0],), (shape,), "whole")
+    if isinstance(param, DTensor):
+        like: Any = param
+        boxes = like.__create_chunk_list__() if param.device_mesh.get_coordinate() else []
+        parts = [(tuple(box.offsets), tuple(box.sizes)) for box in boxes]
+        part = parts[0] if parts and parts[0][1] != shape else None
+        layout = ParamLayout((fqns[0],), (shape,), "dtensor", sharded=part is not None, part=part)
+    known[id(param)] = (layout, param.device)
     aliases.update((fqn, fqns[0]) for fqn in fqns[1:])
 
 

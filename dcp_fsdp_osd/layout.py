@@ -99,6 +99,7 @@ class ParamLayout:
         segments: of kind ``"flat"``: what this rank holds of each (none of some).
         numel: of kind ``"flat"``: elements of the local flat tensor, padding included.
         sharded: other ranks hold other parts.
+        part: of kind ``"dtensor"``: (offsets, sizes) of this rank's box, if it is not the whole.
     """
 
     fqns: tuple[str, ...]
@@ -107,6 +108,7 @@ class ParamLayout:
     segments: tuple[Segment, ...] = ()
     numel: int = 0
     sharded: bool = False
+    part: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def empty(self) -> bool:
@@ -129,11 +131,13 @@ class ParamLayout:
     def signature(self) -> str:
         """Names exactly this rank's part: state that cannot be resharded loads only where
         the signature is the same."""
-        text = repr((self.fqns, self.shapes, self.kind, self.segments, self.numel))
+        text = repr((self.fqns, self.shapes, self.kind, self.segments, self.numel, self.part))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def describe(self) -> str:
         """What this rank holds, for error messages."""
+        if self.part is not None:
+            return f"{self.fqns[0]} at {self.part[0]} size {self.part[1]}"
         if self.kind != "flat":
             return ", ".join(self.fqns)
         parts = [f"{s.fqn}[{s.start}:{s.stop}]" for s in self.segments if s.numel]
@@ -166,7 +170,11 @@ class FlatLayout:
                         f"parameters {seen[fqn]} and {i}"
                     )
                 seen[fqn] = i
+        tied: dict[str, list[str]] = {}
+        for alias, target in self.aliases.items():
+            tied.setdefault(target, []).append(alias)
         object.__setattr__(self, "_ids", seen)
+        object.__setattr__(self, "_tied", tied)
 
     @property
     def ids(self) -> Mapping[str, int]:
@@ -183,7 +191,7 @@ class FlatLayout:
 
     def names_of(self, fqn: str) -> tuple[str, ...]:
         """``fqn`` and the names that are tied to it."""
-        return (fqn, *(alias for alias, target in self.aliases.items() if target == fqn))
+        return (fqn, *self.__dict__["_tied"].get(fqn, ()))
 
     def shape_of(self, fqn: str) -> tuple[int, ...]:
         param = self.params[self.ids[fqn]]

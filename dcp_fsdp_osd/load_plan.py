@@ -109,6 +109,8 @@ class _Planner:
         self.key = key
         self.result = LoadSchedule()
         self.problems = self.result.problems
+        groups = index.known_groups()
+        self.in_groups = None if groups is None else {name for group in groups for name in group}
         self.live_of = {param_id(k, self.layout): v for k, v in live.get("state", {}).items()}
 
     def plan(self) -> None:
@@ -149,6 +151,7 @@ class _Planner:
         if not (sources or opaque) or param.empty or self._was_absent(param, sources):
             return []
         items: list[ReadItem] = []
+        first = len(self.result.leaves)
         paths = dict.fromkeys(p for name in sources.values() for p in self.index.state[name])
         for path in paths:
             keys = {
@@ -162,7 +165,7 @@ class _Planner:
             source = {param.fqns[0]: name}
             leaf = self._leaf("whole", number, param.fqns[0], path, source, storage)
             items += self._read(leaf, name, storage, [(None, _whole_chunk(storage))])
-        self._check_live(number, param, set(paths) | set(opaque))
+        self._check_live(number, param, set(paths) | set(opaque), self.result.leaves[first:])
         blank = [fqn for fqn in param.fqns if fqn not in sources]
         if blank and sources:
             warnings.warn(
@@ -174,10 +177,9 @@ class _Planner:
 
     def _check_present(self, number: int, param: ParamLayout, sources: Mapping[str, str]) -> None:
         """An FQN that is in no saved group is missing; one without state only has none."""
-        groups = self.index.known_groups()
-        if groups is None:
+        saved = self.in_groups
+        if saved is None:
             return  # known when the groups are read
-        saved = {name for group in groups for name in group}
         for fqn in param.fqns:
             if fqn not in sources and not saved.intersection(self.layout.names_of(fqn)):
                 self.problems.append(f"{fqn}: not in the checkpoint")
@@ -188,14 +190,17 @@ class _Planner:
         wrong = []
         for fqn, name in sources.items():
             shape = self.layout.shape_of(fqn)
+            stored = (self.index.tensors.get(key) for key in self.index.state[name].values())
+            sizes = {tuple(s.size) for s in stored if s is not None and s.size}
             for path, key in self.index.state[name].items():
                 storage = self.index.tensors.get(key)
                 if storage is None or not storage.size or tuple(storage.size) == shape:
                     continue
-                if param.kind == "whole" and _factored(tuple(storage.size), shape):
+                factored = _factored(sizes, shape)
+                if param.kind == "whole" and factored:
                     continue
                 what = f"{dotted((fqn, *path))}: shape {tuple(storage.size)} in the checkpoint"
-                if _factored(tuple(storage.size), shape):
+                if factored:
                     wrong.append(
                         f"{what} is that of an unsharded parameter's factored state, which cannot "
                         f"be cut for the current layout (rank holds {param.describe()})"
@@ -349,11 +354,14 @@ class _Planner:
                     items += self._read(leaf, key, storage, [(None, _whole_chunk(storage))])
         return items
 
-    def _check_live(self, number: int, param: ParamLayout, paths: set[Path]) -> None:
+    def _check_live(
+        self, number: int, param: ParamLayout, paths: set[Path], loaded: Sequence[Leaf]
+    ) -> None:
+        """Compare with the state that is loaded in place, and take its tensors as destinations."""
         state = self.live_of.get(number)
         if state is None:
             return
-        mine = {leaf.path: leaf for leaf in self.result.leaves if leaf.param == number}
+        mine = {leaf.path: leaf for leaf in loaded}
         for path, value in leaves(state):
             label = dotted((param.fqns[0], *path))
             if path not in paths:
@@ -385,9 +393,15 @@ class _Planner:
 _EMPTY = ChunkStorageMetadata(torch.Size(()), torch.Size(()))
 
 
-def _factored(saved: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether ``saved`` can be a factor of a state of ``shape`` (Adafactor's rows and columns)."""
-    return len(saved) == len(shape) and all(s in (1, n) for s, n in zip(saved, shape, strict=True))
+def _factored(sizes: set[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
+    """Whether a state's tensors can be factors of one of ``shape`` (Adafactor's rows and columns).
+
+    Factors differ in shape; all of one wrong shape are those of a parameter of that shape.
+    """
+    return len(sizes) > 1 and all(
+        len(size) == len(shape) and all(s in (1, n) for s, n in zip(size, shape, strict=True))
+        for size in sizes
+    )
 
 
 def _whole_chunk(storage: TensorStorageMetadata) -> ChunkStorageMetadata:

@@ -196,36 +196,35 @@ class OptimLoad:
         return saved
 
     def _state(self, groups: Sequence[Mapping[str, Any]], problems: list[str]) -> dict[Any, Any]:
+        """The new ``state``; a value that must not be used adds to ``problems``."""
         old = self.live.get("state", {})
         ids = {param_id(key, self.layout): key for key in old}
         names = [n for group in self._group_ids() for n in group]
+        leaves_of: dict[int | None, list[Leaf]] = {}
+        for leaf in self.schedule.leaves:
+            if leaf.kind not in ("group", "skipped"):
+                leaves_of.setdefault(leaf.param, []).append(leaf)
+        capturable = {
+            number
+            for group, numbers in zip(groups, self.layout.groups, strict=True)
+            if group.get("fused") or group.get("capturable")
+            for number in numbers
+        }
         state: dict[Any, Any] = {}
         for number, param in enumerate(self.layout.params):
-            mine = [leaf for leaf in self.schedule.leaves if leaf.param == number]
             kept = old.get(ids.get(number))
             if number in self.schedule.keep:
-                if kept is not None:
-                    state[ids[number]] = kept
-                continue
-            if param.empty and (initial := self._initial(number, kept)):
-                state[names[number]] = initial
-            if not mine:
-                continue
-            values: dict[str, Any] = {}
-            if kept is not None and not self.strict:
-                values.update(kept)
-            capturable = any(
-                number in layout_ids and (group.get("fused") or group.get("capturable"))
-                for group, layout_ids in zip(groups, self.layout.groups, strict=True)
-            )
-            for leaf in mine:
-                if leaf.kind != "skipped":
-                    set_leaf(values, leaf.path, self._value(leaf, capturable, problems))
-            state[names[number]] = values
-        for leaf in self.schedule.leaves:
-            if leaf.param is None and leaf.kind != "group":
-                root: dict[Any, Any] = state
-                set_leaf(root, (leaf.name, *leaf.path), self._value(leaf, False, problems))
+                values = kept
+            elif param.empty:
+                values = self._initial(number, kept)
+            else:
+                values = {} if kept is None or self.strict else dict(kept)
+                for leaf in leaves_of.get(number, ()):
+                    set_leaf(values, leaf.path, self._value(leaf, number in capturable, problems))
+            if values:
+                state[names[number]] = values
+        for leaf in leaves_of.get(None, ()):
+            set_leaf(state, (leaf.name, *leaf.path), self._value(leaf, False, problems))
         for key, value in old.items():
             if param_id(key, self.layout) is None and str(key) not in state:
                 state[key] = value

@@ -69,7 +69,10 @@ def merge_groups(ranks: Sequence[Sequence[GroupInfo]], key: str) -> list[MergedG
 def _differing(home: MergedGroup, group: GroupInfo, rank: int) -> list[str]:
     names = sorted(home.options.keys() | group.options.keys())
     differ = [n for n in names if home.options.get(n) != group.options.get(n)]
-    shared = [fqn for fqn in group.fqns if fqn in set(home.fqns)]
+    if not differ:
+        return []
+    there = set(home.fqns)
+    shared = [fqn for fqn in group.fqns if fqn in there]
     return [
         f"{_some(shared)}: option {name!r} differs between ranks {home.rank} and {rank}"
         for name in differ
