@@ -233,10 +233,7 @@ def _pack_tensor(
     else:
         yield from packer.add(header)
         if direct:
-            view = view_bytes(tensor)
-            if hasher:
-                hasher.update(view)
-            yield from packer.add(view, tensor)
+            yield from _lend(packer, tensor, hasher)
         else:
             yield from _stage(packer, tensor, hasher, scratch)
         trailer = _trailer(header, nbytes, checksum, hasher)
@@ -259,6 +256,21 @@ def _trailer(
     if checksum is None or hasher is None:
         return tensor_trailer(header, nbytes, None)
     return tensor_trailer(header, nbytes, [checksum.extend(0, header), *hasher.finish()])
+
+
+def _lend(packer: _Packer, tensor: torch.Tensor, hasher: BlockHasher | None) -> Iterator[Chunk]:
+    """The payload as views of the tensor's own memory, hashed a chunk at a time: the rest is hashed
+    while that is written.
+    """
+    view = view_bytes(tensor)
+    done = 0
+    while done < len(view):
+        yield from packer.next_if_full()
+        piece = view[done : done + packer.room]
+        if hasher:
+            hasher.update(piece)
+        yield from packer.add(piece, tensor)
+        done += len(piece)
 
 
 def _stage(

@@ -333,6 +333,9 @@ class StreamingWriter(StorageWriter):
                     collect(pool.poll(block=True))
                 collect(pool.poll(block=False))
                 pool.submit(partial(write, uploads[name], gate, chunk))
+                # Hashing holds the GIL, and gives it up only every 5 ms to a thread that has
+                # finished writing and waits to begin the next chunk: let it have it now.
+                time.sleep(0)
             collect(pool.drain())
             for name, upload in uploads.items():
                 pool.submit(
