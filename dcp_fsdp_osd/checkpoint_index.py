@@ -25,6 +25,7 @@ class CheckpointIndex:
         state: name in ``state`` -> path below it -> key.
         groups: group (a number, or an FQN in a flattened checkpoint) -> path of the option -> key.
         opaque: first FQN -> signature -> path -> key, of state that cannot be resharded.
+        paths: key -> path below the optimizer.
         tensors: key -> its storage metadata, for keys of tensors (other keys are objects).
         info: what our save planner recorded; None for a checkpoint of stock PyTorch.
         flattened: saved with ``flatten_optimizer_state_dict=True``.
@@ -33,6 +34,7 @@ class CheckpointIndex:
     state: dict[str, dict[Path, str]] = field(default_factory=dict)
     groups: dict[int | str, dict[Path, str]] = field(default_factory=dict)
     opaque: dict[str, dict[str, dict[Path, str]]] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
     tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
     info: SavedInfo | None = None
     flattened: bool = False
@@ -74,6 +76,7 @@ def index_checkpoint(
             found = index.opaque.setdefault(str(fqn), {}).setdefault(str(signature), {})
             found[tuple(rest)] = name
         elif where[: len(path)] == path:
+            index.paths[name] = where[len(path) :]
             _place(index, where[len(path) :], name, known)
         else:
             continue

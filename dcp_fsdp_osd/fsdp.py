@@ -10,25 +10,90 @@ Read against torch 2.6 to 2.13 (``torch/distributed/fsdp/_flat_param.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .errors import LayoutError, UnsupportedTorchError
-from .geometry import dim_order
+from .geometry import Box, dim_order
 from .layout import FlatLayout, ParamLayout, Segment
 
-__all__ = ["Target", "describe_target"]
+__all__ = ["ShardGroup", "Target", "describe_target"]
+
+_Known = dict[int, tuple["ParamLayout", torch.device, "ShardGroup | None"]]
 
 _CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
 _FSDP_WRAPPER = "_fsdp_wrapped_module"
 _COMPILE_WRAPPER = "_orig_mod"
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The ranks over which one FSDP1 unit is sharded: a process group, and its mesh if it has one.
+
+    Its *sharded* state is cut by rows, as ``torch.Tensor.chunk`` cuts
+    (``torch/distributed/fsdp/_shard_utils.py``), whatever the flat pieces are.
+    """
+
+    group: dist.ProcessGroup
+    mesh: DeviceMesh | None
+
+    def box(self, shape: Sequence[int]) -> Box:
+        """This rank's rows of a tensor of ``shape``; none of them is a box without elements."""
+        rows = -(-shape[0] // self.group.size())
+        start = min(rows * self.group.rank(), shape[0])
+        stop = min(start + rows, shape[0])
+        return Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))
+
+    def tensor(self, local: torch.Tensor, shape: Sequence[int]) -> Any:
+        """The whole tensor of ``shape`` of which ``local`` is this rank's box.
+
+        A DTensor where FSDP was given a mesh, else a ShardedTensor. Nothing is communicated.
+        """
+        size = torch.Size(shape)
+        if self.mesh is not None:
+            placements = [*(Replicate() for _ in range(self.mesh.ndim - 1)), Shard(0)]
+            stride = torch.empty(size, device="meta").stride()
+            return DTensor.from_local(
+                local, self.mesh, placements, run_check=False, shape=size, stride=stride
+            )
+        rows = -(-shape[0] // self.group.size())
+        shards = [
+            ShardMetadata(
+                [at, *(0 for _ in shape[1:])],
+                [min(rows, shape[0] - at), *shape[1:]],
+                self._place(at // rows, local.device),
+            )
+            for at in range(0, shape[0], rows)
+        ]
+        mine = self.group.rank()
+        return _get(ShardedTensor, "_init_from_local_shards_and_global_metadata", "ShardedTensor")(
+            [LocalShard(local, shards[mine])] if mine < len(shards) else [],
+            sharded_tensor_metadata=ShardedTensorMetadata(
+                shards_metadata=shards,
+                size=size,
+                tensor_properties=TensorProperties(dtype=local.dtype),
+            ),
+            process_group=self.group,
+        )
+
+    def _place(self, rank: int, device: torch.device) -> str:
+        number = dist.get_global_rank(self.group, rank)
+        if device.type == "cpu":
+            return f"rank:{number}/cpu"
+        return f"rank:{number}/{device.type}:{number % torch.accelerator.device_count()}"
 
 
 @dataclass(frozen=True)
@@ -39,11 +104,13 @@ class Target:
         layout: holds no tensor.
         params: the optimizer's parameters, in its order; not owned.
         devices: where the state of each belongs (the CPU for offloaded parameters).
+        shards: for each parameter that FSDP1 shards, over whom.
     """
 
     layout: FlatLayout
     params: tuple[torch.Tensor, ...]
     devices: tuple[torch.device, ...]
+    shards: tuple[ShardGroup | None, ...] = ()
 
 
 def describe_target(model: nn.Module, optim: torch.optim.Optimizer) -> Target:
@@ -60,7 +127,7 @@ def describe_target(model: nn.Module, optim: torch.optim.Optimizer) -> Target:
         UnsupportedTorchError: this torch keeps FSDP's layout elsewhere.
     """
     names = _module_names(model)
-    known: dict[int, tuple[ParamLayout, torch.device]] = {}
+    known: _Known = {}
     aliases: dict[str, str] = {}
     for module in names:
         if isinstance(module, FullyShardedDataParallel):
@@ -71,6 +138,7 @@ def describe_target(model: nn.Module, optim: torch.optim.Optimizer) -> Target:
                 _describe_plain(param, [_join(p, name) for p in prefixes], known, aliases)
     params: list[torch.Tensor] = []
     devices: list[torch.device] = []
+    shards: list[ShardGroup | None] = []
     layouts: list[ParamLayout] = []
     groups: list[tuple[int, ...]] = []
     for number, group in enumerate(optim.param_groups):
@@ -83,22 +151,23 @@ def describe_target(model: nn.Module, optim: torch.optim.Optimizer) -> Target:
                     f"With use_orig_params=False the optimizer must be made after the model is "
                     f"wrapped, from model.parameters()"
                 )
-            described, device = known[id(param)]
+            described, device, shard = known[id(param)]
             ids.append(len(params))
             params.append(param)
             layouts.append(described)
             devices.append(device)
+            shards.append(shard)
         groups.append(tuple(ids))
     own = {fqn for described in layouts for fqn in described.fqns}
     aliases = {alias: fqn for alias, fqn in aliases.items() if fqn in own and alias != fqn}
     layout = FlatLayout(tuple(layouts), aliases, tuple(groups))
-    return Target(layout, tuple(params), tuple(devices))
+    return Target(layout, tuple(params), tuple(devices), tuple(shards))
 
 
 def _describe_plain(
     param: torch.Tensor,
     fqns: list[str],
-    known: dict[int, tuple[ParamLayout, torch.device]],
+    known: _Known,
     aliases: dict[str, str],
 ) -> None:
     """A parameter that FSDP1 does not manage, or a further name of one that is known."""
@@ -115,14 +184,14 @@ def _describe_plain(
         parts = [(tuple(box.offsets), tuple(box.sizes)) for box in boxes]
         part = parts[0] if parts and parts[0][1] != shape else None
         layout = ParamLayout((fqns[0],), (shape,), "dtensor", sharded=part is not None, part=part)
-    known[id(param)] = (layout, param.device)
+    known[id(param)] = (layout, param.device, None)
     aliases.update((fqn, fqns[0]) for fqn in fqns[1:])
 
 
 def _describe_unit(
     module: FullyShardedDataParallel,
     names: dict[nn.Module, list[str]],
-    known: dict[int, tuple[ParamLayout, torch.device]],
+    known: _Known,
     aliases: dict[str, str],
 ) -> None:
     """The parameters that one FSDP instance has flattened."""
@@ -140,6 +209,9 @@ def _describe_unit(
     numel = _get(flat, "_sharded_size", "FlatParameter").numel()
     local = getattr(flat, "_local_shard", None)  # set at the first forward
     device = local.device if local is not None else flat.device
+    group = _get(module, "process_group", "FullyShardedDataParallel")
+    mesh = _get(module, "_device_mesh", "FullyShardedDataParallel")
+    shard_group = ShardGroup(group, mesh) if sharded else None
     fqns: list[str] = []
     segments: list[Segment] = []
     for info, shard, shape, stride, extension in zip(
@@ -162,6 +234,7 @@ def _describe_unit(
         known[id(flat)] = (
             ParamLayout(tuple(fqns), whole_shapes, "flat", tuple(segments), numel, sharded),
             device,
+            shard_group,
         )
         return
     for param, segment in zip(originals, segments, strict=True):
@@ -170,7 +243,7 @@ def _describe_unit(
             layout = ParamLayout((own.fqn,), (own.shape,), "flat", (own,), own.numel, True)
         else:
             layout = ParamLayout((segment.fqn,), (segment.shape,), "whole")
-        known[id(param)] = (layout, device)
+        known[id(param)] = (layout, device, shard_group)
 
 
 def _segment(fqn: str, shape: tuple[int, ...], stride: tuple[int, ...], shard: Any) -> Segment:

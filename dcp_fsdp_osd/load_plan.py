@@ -27,7 +27,7 @@ from .fsdp import Target
 from .layout import ParamLayout, Piece
 from .optim_state import Path, dotted, leaves, param_id
 
-__all__ = ["Leaf", "LoadSchedule", "plan_load"]
+__all__ = ["Leaf", "LoadSchedule", "check_params", "object_item", "plan_load", "whole_chunk"]
 
 
 @dataclass
@@ -98,6 +98,13 @@ def plan_load(
     return planner.result
 
 
+def check_params(target: Target, index: CheckpointIndex, key: str) -> LoadSchedule:
+    """Only the problems of :func:`plan_load`, as far as they do not depend on how ranks shard."""
+    planner = _Planner(target, index, {}, key)
+    planner.check()
+    return planner.result
+
+
 class _Planner:
     def __init__(
         self, target: Target, index: CheckpointIndex, live: Mapping[str, Any], key: str
@@ -113,10 +120,25 @@ class _Planner:
         self.in_groups = None if groups is None else {name for group in groups for name in group}
         self.live_of = {param_id(k, self.layout): v for k, v in live.get("state", {}).items()}
 
+    def _nothing(self) -> bool:
+        if not self.index.empty:
+            return False
+        self.problems.append(f"{self.key}: nothing in the checkpoint under this key")
+        self.result.keep.update(range(len(self.layout.params)))
+        return True
+
+    def check(self) -> None:
+        if self._nothing():
+            return
+        for number, param in enumerate(self.layout.params):
+            sources = self._sources(param)
+            self._check_present(number, param, sources)
+            self._misshapen(param, sources, whole=True)
+        for fqn in self.index.opaque:
+            self.problems.append(f"{fqn}: has state that was saved per rank, as no whole tensor")
+
     def plan(self) -> None:
-        if self.index.empty:
-            self.problems.append(f"{self.key}: nothing in the checkpoint under this key")
-            self.result.keep.update(range(len(self.layout.params)))
+        if self._nothing():
             return
         items = self.result.items
         for number, param in enumerate(self.layout.params):
@@ -126,10 +148,10 @@ class _Planner:
             for name in options.values():
                 storage = self.index.tensors.get(name)
                 if storage is None:
-                    items.append(_object_item(name))
+                    items.append(object_item(name))
                 else:
                     leaf = self._leaf("group", None, name, (), {name: name}, storage)
-                    items += self._read(leaf, name, storage, [(None, _whole_chunk(storage))])
+                    items += self._read(leaf, name, storage, [(None, whole_chunk(storage))])
 
     def _source(self, fqn: str) -> str | None:
         """The name under which the checkpoint has state of ``fqn``, if any."""
@@ -141,8 +163,11 @@ class _Planner:
             )
         return found[0] if found else None
 
+    def _sources(self, param: ParamLayout) -> dict[str, str]:
+        return {fqn: name for fqn in param.fqns if (name := self._source(fqn)) is not None}
+
     def _plan_param(self, number: int, param: ParamLayout) -> list[ReadItem]:
-        sources = {fqn: name for fqn in param.fqns if (name := self._source(fqn)) is not None}
+        sources = self._sources(param)
         opaque = self._opaque_keys(param)
         self._check_present(number, param, sources)
         if self._misshapen(param, sources):
@@ -164,7 +189,7 @@ class _Planner:
             storage = self.index.tensors[name]
             source = {param.fqns[0]: name}
             leaf = self._leaf("whole", number, param.fqns[0], path, source, storage)
-            items += self._read(leaf, name, storage, [(None, _whole_chunk(storage))])
+            items += self._read(leaf, name, storage, [(None, whole_chunk(storage))])
         self._check_live(number, param, set(paths) | set(opaque), self.result.leaves[first:])
         blank = [fqn for fqn in param.fqns if fqn not in sources]
         if blank and sources:
@@ -186,7 +211,9 @@ class _Planner:
                 if not sources:
                     self.result.keep.add(number)
 
-    def _misshapen(self, param: ParamLayout, sources: Mapping[str, str]) -> bool:
+    def _misshapen(
+        self, param: ParamLayout, sources: Mapping[str, str], *, whole: bool = False
+    ) -> bool:
         wrong = []
         for fqn, name in sources.items():
             shape = self.layout.shape_of(fqn)
@@ -197,7 +224,7 @@ class _Planner:
                 if storage is None or not storage.size or tuple(storage.size) == shape:
                     continue
                 factored = _factored(sizes, shape)
-                if param.kind == "whole" and factored:
+                if factored and (whole or param.kind == "whole"):
                     continue
                 what = f"{dotted((fqn, *path))}: shape {tuple(storage.size)} in the checkpoint"
                 if factored:
@@ -264,7 +291,7 @@ class _Planner:
         kind = kinds.pop()
         if kind == "object":
             self.result.leaves.append(Leaf("object", number, param.fqns[0], path, keys))
-            return [_object_item(key) for key in keys.values()]
+            return [object_item(key) for key in keys.values()]
         if kind == "scalar" and param.kind != "dtensor" and param.shapes != ((),):
             leaf = self._leaf("scalar", number, param.fqns[0], path, keys, _first(stored))
             return [
@@ -277,7 +304,7 @@ class _Planner:
             kind = "scalar" if kind == "scalar" else "whole"
             leaf = self._leaf(kind, number, param.fqns[0], path, keys, first)
             (key,) = keys.values()
-            return self._read(leaf, key, first, [(None, _whole_chunk(first))])
+            return self._read(leaf, key, first, [(None, whole_chunk(first))])
         if param.kind == "dtensor":
             leaf = self._leaf("dtensor", number, param.fqns[0], path, keys, first)
             (key,) = keys.values()
@@ -348,10 +375,10 @@ class _Planner:
                 storage = self.index.tensors.get(key)
                 if storage is None:
                     self.result.leaves.append(Leaf("object", None, name, path, {name: key}))
-                    items.append(_object_item(key))
+                    items.append(object_item(key))
                 else:
                     leaf = self._leaf("whole", None, name, path, {name: key}, storage)
-                    items += self._read(leaf, key, storage, [(None, _whole_chunk(storage))])
+                    items += self._read(leaf, key, storage, [(None, whole_chunk(storage))])
         return items
 
     def _check_live(
@@ -404,7 +431,7 @@ def _factored(sizes: set[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     )
 
 
-def _whole_chunk(storage: TensorStorageMetadata) -> ChunkStorageMetadata:
+def whole_chunk(storage: TensorStorageMetadata) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size([0] * len(storage.size)), storage.size)
 
 
@@ -418,7 +445,7 @@ def _first(stored: Mapping[str, TensorStorageMetadata | None]) -> TensorStorageM
     return _known(next(iter(stored.values())))
 
 
-def _object_item(key: str) -> ReadItem:
+def object_item(key: str) -> ReadItem:
     zero = torch.Size((0,))
     return ReadItem(
         type=LoadItemType.BYTE_IO,

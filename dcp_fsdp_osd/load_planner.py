@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from .errors import CheckpointMismatchError
 from .fsdp import Target, describe_target
+from .load_forms import FormLoad
 from .load_state import OptimLoad
 from .optim_state import load_object
 from .tree import find_optim, with_optim_removed
@@ -54,7 +55,11 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         key: where the optimizer's state dict lies in the state dict that is loaded; nested
             places are written with dots. Not used with a mapping.
         form: what an empty dict is filled with. ``"flat"``: what ``optim.load_state_dict``
-            takes, with this rank's flat tensors.
+            takes, with this rank's flat tensors. ``"sharded"`` and ``"full"``: what
+            ``set_optimizer_state_dict`` takes, with FQNs for keys, and with DTensors or
+            ShardedTensors (without a gather), or with whole tensors on the CPU for values.
+        rank0_only: with ``form="full"``: fill the dict on rank 0 of the load's process group
+            alone; other ranks read nothing and keep an empty dict.
         strict: missing, extra or misshapen FQNs are an error. With False they are skipped,
             what is there stays as it is to the bit, and :attr:`skipped` lists them.
         default_planner_options: of ``DefaultLoadPlanner``; ``flatten_state_dict=False`` is refused.
@@ -88,14 +93,18 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         *,
         key: str = "optim",
         form: str = "flat",
+        rank0_only: bool = False,
         strict: bool = True,
         **default_planner_options: Any,
     ) -> None:
-        if form != "flat":
-            raise ValueError(f"expected form='flat', found {form!r}")
+        if form not in ("flat", "sharded", "full"):
+            raise ValueError(f"expected form='flat', 'sharded' or 'full', found {form!r}")
+        if rank0_only and form != "full":
+            raise ValueError(f"expected form='full' with rank0_only=True, found form={form!r}")
         optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim)
         targets = {name: describe_target(model, o) for name, o in optims.items()}
         self._init(optims, targets, strict, default_planner_options)
+        self._form, self._rank0_only = form, rank0_only
 
     @classmethod
     def from_targets(
@@ -125,6 +134,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             raise ValueError("expected flatten_state_dict=True: optimizer state has flattened keys")
         super().__init__(**options)
         self._optims, self._targets, self._strict = optims, targets, strict
+        self._form, self._rank0_only = "flat", False
         self._lock = threading.Lock()
         self._loads: dict[str, OptimLoad] = {}
         self._owner: dict[str, OptimLoad] = {}
@@ -147,9 +157,11 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         for key, target in self._targets.items():
             path, value = find_optim(state_dict, key)
             optim = self._optims[key]
-            load = OptimLoad(
-                target, path, value, optim=optim, metadata=metadata, strict=self._strict
-            )
+            kind = OptimLoad if value or self._form == "flat" else FormLoad
+            load = kind(target, path, value, optim=optim, metadata=metadata, strict=self._strict)
+            if isinstance(load, FormLoad):
+                load.form = self._form
+                load.idle = self._rank0_only and not is_coordinator
             if load.applies:
                 self._loads[key] = load
         rest = with_optim_removed(state_dict, [load.path for load in self._loads.values()])

@@ -29,7 +29,7 @@ from .optim_state import (
 )
 from .param_groups import SavedGroups, match_groups
 
-__all__ = ["OptimLoad"]
+__all__ = ["OptimLoad", "empty_dtensor"]
 
 
 class OptimLoad:
@@ -118,7 +118,7 @@ class OptimLoad:
             if leaf.kind in ("object", "scalar", "skipped") or leaf.tensor is not None:
                 continue
             if leaf.kind == "dtensor" and leaf.param is not None:
-                leaf.tensor = _empty_dtensor(self.target.params[leaf.param], leaf.dtype)
+                leaf.tensor = empty_dtensor(self.target.params[leaf.param], leaf.dtype)
                 continue
             leaf.tensor = empty_for_reading(leaf.shape, leaf.dtype, self._device(leaf))
             if leaf.kind == "local" and leaf.filled < leaf.tensor.numel():
@@ -262,7 +262,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def _empty_dtensor(like: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def empty_dtensor(like: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """A DTensor of the placements of ``like``, whose local part is fresh memory."""
     if not isinstance(like, DTensor):
         raise CheckpointMismatchError(f"expected a DTensor parameter, found {type(like).__name__}")

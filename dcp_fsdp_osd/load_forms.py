@@ -1,0 +1,114 @@
+"""Loads into an empty dict in the sharded and the full form: FQN keys, for stock's setters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+
+from .errors import CorruptCheckpointError
+from .geometry import Box
+from .layout import Piece
+from .load_plan import Leaf, LoadSchedule, check_params, object_item, whole_chunk
+from .load_state import OptimLoad, empty_dtensor
+from .memory import empty_for_reading
+from .optim_state import set_leaf
+
+__all__ = ["FormLoad"]
+
+
+class FormLoad(OptimLoad):
+    """Fills an empty dict with what ``get_optimizer_state_dict`` would return.
+
+    Keys, groups and their order are the checkpoint's. ``form``: ``"full"``: whole tensors on the
+    CPU; ``"sharded"``: for a parameter that FSDP1 shards a DTensor (where it was given a mesh)
+    or a ShardedTensor cut by rows, for one that is a DTensor its like, else a whole tensor.
+    With ``idle`` this rank reads nothing and its dict stays empty.
+    """
+
+    form: str = "full"
+    idle: bool = False
+
+    def plan(self) -> LoadSchedule:
+        self.schedule = schedule = check_params(self.target, self.index, self.key)
+        if self.idle:
+            return schedule
+        keys = [key for paths in self.index.state.values() for key in paths.values()]
+        keys += [key for paths in self.index.groups.values() for key in paths.values()]
+        number_of = {
+            key: self.layout.ids[fqn]
+            for name, paths in self.index.state.items()
+            if (fqn := self.layout.resolve(name)) is not None
+            for key in paths.values()
+        }
+        for key in keys:
+            storage = self.index.tensors.get(key)
+            leaf = Leaf("object", number_of.get(key), key, self.index.paths[key], {key: key})
+            schedule.leaves.append(leaf)
+            if storage is None:
+                schedule.items.append(object_item(key))
+            else:
+                self._plan_tensor(leaf, storage)
+        return schedule
+
+    def _plan_tensor(self, leaf: Leaf, storage: TensorStorageMetadata) -> None:
+        leaf.kind, leaf.shape, leaf.dtype = "whole", tuple(storage.size), storage.properties.dtype
+        chunk = whole_chunk(storage)
+        number = leaf.param
+        if number is not None and self.form == "sharded" and leaf.shape:
+            like: Any = self.target.params[number]
+            group = self.target.shards[number]
+            if isinstance(like, DTensor) and like.shape == storage.size:
+                leaf.kind = "dtensor"
+                chunk = like.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
+            elif group is not None:
+                leaf.kind = "sharded"
+                box = group.box(leaf.shape)
+                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+        piece = Piece(Box(tuple(chunk.offsets), tuple(chunk.sizes)), 0)
+        index = MetadataIndex(leaf.name, chunk.offsets)
+        leaf.pieces[index] = piece
+        self.schedule.destinations[index] = (leaf, None)
+        items = create_read_items_for_chunk_list(leaf.name, storage, [chunk])
+        leaf.filled = sum(item.lengths.numel() for item in items)
+        if leaf.filled != chunk.sizes.numel():
+            raise CorruptCheckpointError(
+                f"{leaf.name}: expected the checkpoint to hold all elements of "
+                f"{leaf.shape}, found {leaf.filled} of the {chunk.sizes.numel()} that this rank "
+                f"needs: a part was never saved"
+            )
+        self.schedule.items += items
+
+    def allocate(self) -> None:
+        for leaf in self.schedule.leaves:
+            if leaf.kind == "object":
+                continue
+            sharded = self.form == "sharded" and leaf.param is not None and leaf.shape
+            device = self._device(leaf) if sharded else torch.device("cpu")
+            if leaf.kind == "dtensor" and leaf.param is not None:
+                leaf.tensor = empty_dtensor(self.target.params[leaf.param], leaf.dtype)
+                continue
+            (piece,) = (p for p in leaf.pieces.values() if p is not None)
+            leaf.tensor = empty_for_reading(piece.box.sizes, leaf.dtype, device)
+
+    def finish(self) -> None:
+        if self.idle:
+            return
+        for leaf in self.schedule.leaves:
+            value: Any = leaf.tensor
+            if leaf.kind == "object":
+                value = self.objects[leaf.name]
+            elif leaf.kind == "sharded" and leaf.param is not None and leaf.tensor is not None:
+                group = self.target.shards[leaf.param]
+                value = group.tensor(leaf.tensor, leaf.shape) if group is not None else value
+            set_leaf(self.value, leaf.path, value)
+        for section, empty in (("state", {}), ("param_groups", [])):
+            if not self.index.flattened:
+                self.value.setdefault(section, empty)
