@@ -73,7 +73,8 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
       in the dict (so ``optim.load_state_dict`` is needed all the same).
 
     Everything else in the state dict goes DCP's default way. One planner serves one ``dcp.load``
-    at a time.
+    at a time. When ``dcp.load`` raises, a dict that was empty still is; one that was being loaded
+    in place may hold old and new tensors and is not to be used.
 
     Attributes:
         skipped: after a load with ``strict=False``: a line for each entry that was skipped.
@@ -239,7 +240,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
                 warnings.warn(f"{key}: skipped (strict=False):\n  {text}", stacklevel=2)
             load.allocate()
             if not self._pending[key]:
-                load.finish()
+                self._finish(load)
         return plan
 
     # ------------------------------------------------------------ reading
@@ -278,8 +279,12 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
                 self._pending[key].discard(item)
                 last = before == 1 and not self._pending[key]
                 if last:
-                    load.finish()
+                    self._finish(load)
                 return
+
+    def _finish(self, load: OptimLoad) -> None:
+        load.finish()
+        load.release()
 
 
 def _on(ranks: Sequence[int], world: int) -> str:

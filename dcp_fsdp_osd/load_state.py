@@ -174,6 +174,14 @@ class OptimLoad:
         self.value["param_groups"] = result_groups
         mark_loaded(self.value)
 
+    def release(self) -> None:
+        """Let go of what was loaded; the state dict owns it now."""
+        self.schedule.leaves.clear()
+        self.schedule.destinations.clear()
+        self.objects.clear()
+        self.scalars.clear()
+        self._scalars_in_place.clear()
+
     def _now(self) -> Sequence[Mapping[str, Any]]:
         groups: Sequence[Mapping[str, Any]] = self.live.get("param_groups") or self.groups
         return groups

@@ -149,6 +149,17 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         self._reports: dict[str, _Report] = {}
         self._final = _FinalData()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Layouts and options; what a save is about is set up anew where it is unpickled."""
+        state = dict(self.__dict__)
+        for name in ("state_dict", "plan", "global_plan", "metadata", "_pieces", "_items"):
+            state.pop(name, None)
+        return {**state, "_reports": {}, "_final": _FinalData(), "mappings": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
     # ------------------------------------------------------------ local plan
 
     def set_up_planner(

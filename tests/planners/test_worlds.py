@@ -378,6 +378,60 @@ def test_streaming_storage(tmp_path: Path, kind: str) -> None:
     run_ranks(_streaming, 3, str(tmp_path), kind)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_one_process_without_a_process_group(tmp_path: Path) -> None:
+    """Saved under FSDP1 by three ranks, loaded and saved again by one process, and back."""
+    run_ranks(_save_for_one, 3, str(tmp_path / "a"))
+    model = Mlp()
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optim.load_state_dict(load(model, optim, tmp_path / "a"))
+    save(model, optim, tmp_path / "b")
+    run_ranks(_load_from_one, 3, str(tmp_path / "b"))
+
+
+def _save_for_one(rank: int, world: int, path: str) -> None:
+    save(*make(), path)
+
+
+def _load_from_one(rank: int, world: int, path: str) -> None:
+    expected = make()[1].state_dict()
+    assert_same(load(*make(steps=0), path)["state"], expected["state"])
+
+
+def _user_state_on_one_rank(rank: int, world: int, path: str) -> None:
+    model, optim = make()
+    if rank == 1:
+        optim.state["mine"] = {"count": 3}
+    save(model, optim, path)
+    assert load(*make(steps=0), path)["state"]["mine"] == {"count": 3}
+
+
+def test_keys_of_one_rank_are_kept(tmp_path: Path) -> None:
+    run_ranks(_user_state_on_one_rank, 3, str(tmp_path))
+
+
+def test_a_pickled_planner_holds_no_tensor(tmp_path: Path) -> None:
+    sizes = run_ranks(_pickled_planner, 2, str(tmp_path))
+    assert max(sizes) < 20_000
+
+
+def _pickled_planner(rank: int, world: int, path: str) -> int:
+    model = nn.Sequential(nn.Linear(300, 300))
+    wrapped = wrap_fsdp1(model, policy="root")
+    optim = torch.optim.AdamW(wrapped.parameters())
+    wrapped(torch.ones(1, 300)).sum().backward()
+    optim.step()
+    planner = FlatOptimSavePlanner(wrapped, optim)
+    for name in ("first", "second"):  # the second time from a pickle of one that has been used
+        writer = FileSystemWriter(f"{path}/{name}")
+        dcp.save({"optim": optim.state_dict()}, storage_writer=writer, planner=planner)
+        data = pickle.dumps(planner)
+        planner = pickle.loads(data)
+    fresh = torch.optim.AdamW(wrapped.parameters())
+    assert_same(load(wrapped, fresh, f"{path}/second"), optim.state_dict())
+    return len(data)
+
+
 def _several(rank: int, world: int, path: str) -> None:
     """Two optimizers over one model, by one planner."""
 
