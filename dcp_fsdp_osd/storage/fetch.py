@@ -104,9 +104,7 @@ class Fetcher:
         room = max_inflight // (1 + self._limits.read_copies)
         self._limit = max(min(READ_BYTES, room) // _ALIGN * _ALIGN, _ALIGN)
         self._budget = Budget(max_inflight, stats)
-        self._scratch = ScratchPool(
-            self._limit, max_inflight // self._limit + 1, torch.cuda.is_available()
-        )
+        self._scratch = ScratchPool(self._limit, max_inflight // self._limit + 1)
         self._entries: list[Entry] = []
         self._items: list[Item] = []
         self._sizes: dict[str, int] = {}  # of files with large entries
@@ -272,7 +270,8 @@ class Fetcher:
             self._finish(self._pool.wait_for_one(job.charge, self._budget))
         whole = memoryview(b"")
         if used:
-            job.buffer = self._scratch.take(used)
+            devices = (landing.item.device for landing in job.landings)
+            job.buffer = self._scratch.take(used, next(filter(None, devices), None))
             whole = view_bytes(job.buffer)
         job.views = [whole[p[0] : p[1]] if isinstance(p, tuple) else p for p in parts]
         self._pool.submit(partial(self._read, job))
@@ -398,8 +397,8 @@ class Fetcher:
             assert isinstance(item.entry, TensorEntry)
             flat = job.buffer[landing.start : landing.end].view(DTYPES[item.entry.dtype])
             item.land(landing.dest, flat)
-            if item.tensor is not None and not item.tensor.is_cpu:
-                devices.add(item.tensor.device)
+            if item.device is not None:
+                devices.add(item.device)
         for device in devices:
             # The buffer is filled again by threads that know nothing of streams.
             event = torch.Event(device)

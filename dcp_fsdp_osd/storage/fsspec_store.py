@@ -16,6 +16,7 @@ from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.store import (
     Commit,
     Limits,
+    NoRetryError,
     Store,
     StoreConfig,
     causes,
@@ -162,14 +163,20 @@ class _StreamUpload:
     def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
         if offset != self._written:
             raise StorageError(f"{self._path}: expected bytes from {self._written}, not {offset}")
-        for piece in pieces:
-            self._file.write(piece)
-            self._written += len(piece)
+        try:
+            for piece in pieces:
+                self._file.write(piece)
+                self._written += len(piece)
+        except Exception as error:
+            raise NoRetryError from error
 
     def complete(self, size: int) -> None:
         if size != self._written:
             raise StorageError(f"{self._path} has {self._written} bytes, expected {size} written")
-        self._file.close()
+        try:
+            self._file.close()
+        except Exception as error:
+            raise NoRetryError from error
 
     def abort(self) -> None:
         # Closing would upload what there is, and so would garbage collection.

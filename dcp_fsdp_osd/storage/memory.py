@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -115,28 +114,31 @@ def copy_flat_range(
         position += count
 
 
-@dataclass
 class ScratchPool:
     """Host buffers that are used again, because touching fresh memory costs more than copying.
 
-    Buffers are of `size` bytes (a larger request gets a buffer of its own, which is not kept);
-    `pinned` ones are for GPU copies.  `keep` bounds how many idle ones are held.
+    Buffers are of `size` bytes (a larger request gets a buffer of its own, which is not kept), at
+    most `keep` idle ones are held.  Pinned buffers are for copies from and to a GPU.  Not
+    thread-safe.
     """
 
-    size: int
-    keep: int
-    pinned: bool = False
+    def __init__(self, size: int, keep: int) -> None:
+        self._size = size
+        self._keep = keep
+        self._idle: dict[bool, list[torch.Tensor]] = {False: [], True: []}
 
-    def __post_init__(self) -> None:
-        self._idle: list[torch.Tensor] = []
+    def take(self, size: int, device: torch.device | None = None) -> torch.Tensor:
+        """A 1-D uint8 tensor of at least `size` bytes, 64-byte aligned, contents undefined.
 
-    def take(self, size: int) -> torch.Tensor:
-        """A 1-D uint8 tensor of at least `size` bytes, 64-byte aligned, contents undefined."""
-        if size <= self.size and self._idle:
-            return self._idle.pop()
-        return torch.empty(max(size, self.size), dtype=torch.uint8, pin_memory=self.pinned)
+        Pinned if it is for copies from or to a CUDA `device`.
+        """
+        pinned = device is not None and device.type == "cuda"
+        if size <= self._size and self._idle[pinned]:
+            return self._idle[pinned].pop()
+        return torch.empty(max(size, self._size), dtype=torch.uint8, pin_memory=pinned)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back.  Nothing may read or write it any more."""
-        if buffer.numel() == self.size and len(self._idle) < self.keep:
-            self._idle.append(buffer)
+        idle = self._idle[buffer.is_pinned() if torch.cuda.is_available() else False]
+        if buffer.numel() == self._size and len(idle) < self._keep:
+            idle.append(buffer)

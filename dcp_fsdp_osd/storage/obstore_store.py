@@ -20,7 +20,15 @@ from datetime import timedelta
 from typing import Any
 
 from dcp_fsdp_osd.errors import StorageError
-from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig, causes, display_url, scatter
+from dcp_fsdp_osd.storage.store import (
+    Commit,
+    Limits,
+    NoRetryError,
+    StoreConfig,
+    causes,
+    display_url,
+    scatter,
+)
 
 __all__ = ["ObstoreStore", "serves"]
 
@@ -217,11 +225,18 @@ class _ObstoreUpload:
         assert self._sent is not None
         while True:
             if self._sent.done():
-                self._sent.result()  # raises what went wrong
+                self._await()
                 raise StorageError(f"{self._name}: the upload ended early")
             with contextlib.suppress(queue.Full):
                 self._parts.put(part, timeout=0.1)
                 return
+
+    def _await(self) -> None:
+        assert self._sent is not None
+        try:
+            self._sent.result()
+        except Exception as error:
+            raise NoRetryError from error  # what obstore drew from us is gone
 
     def _draw(self) -> Iterator[bytes]:
         while (part := self._parts.get()) is not None:
@@ -233,7 +248,7 @@ class _ObstoreUpload:
         del size  # the writer checks it before the commit
         if self._sent is not None:
             self._hand_over(None)
-            self._sent.result()
+            self._await()
         self._thread.shutdown()
 
     def abort(self) -> None:

@@ -287,7 +287,7 @@ def _stage(
         count = min(total - done, packer.room // tensor.element_size())
         size = count * tensor.element_size()
         packer.charge(packer.chunk, size)
-        buffer = scratch.take(size)
+        buffer = scratch.take(size, tensor.device)
         packer.chunk.scratch.append(buffer)
         flat = buffer[:size].view(tensor.dtype)
         copy_flat_range(tensor, done, flat, into_tensor=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -204,9 +205,9 @@ class S3fsStore:
     def is_transient(self, error: BaseException) -> bool:
         codes = _codes(error)
         if codes & _EXPIRED:
-            # New credentials may be there by now: the next call makes a new session.
-            with_new = self._fs.set_session(refresh=True)
-            self.run(lambda: with_new)
+            # New credentials may be there by now; if not, the next try says so.
+            with contextlib.suppress(Exception):
+                self.run(lambda: self._fs.set_session(refresh=True))
             return True
         if codes:
             return bool(codes & _RETRIED)

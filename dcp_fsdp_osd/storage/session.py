@@ -13,7 +13,6 @@ from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats, retrying
 __all__ = ["Session", "accepts", "make_session"]
 
 T = TypeVar("T")
-_ONCE = RetryPolicy(tries=1)
 _LOCAL_THREADS = 4
 _REMOTE_THREADS = 16
 
@@ -67,14 +66,12 @@ class Session:
         what: str,
         stats: Stats,
         stopped: Callable[[], bool] = lambda: False,
-        *,
-        retry: bool = True,
     ) -> T:
         """`call()` with this session's retries; `what` names the operation in errors."""
         return retrying(
             call,
             store=self.store,
-            policy=self.policy if retry else _ONCE,
+            policy=self.policy,
             stats=stats,
             what=f"{self.url}: {what}",
             rank=self.rank,

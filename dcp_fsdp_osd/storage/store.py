@@ -27,6 +27,7 @@ from dcp_fsdp_osd.errors import StorageError, UnsafeCheckpointError
 __all__ = [
     "Commit",
     "Limits",
+    "NoRetryError",
     "Store",
     "StoreConfig",
     "Upload",
@@ -87,14 +88,23 @@ class StoreConfig:
     concurrency: int = 8
 
 
+class NoRetryError(Exception):
+    """What caused it cannot be helped by making the same call again: part of it took effect.
+
+    Not for users: ``transfer.retrying`` reports the cause.
+    """
+
+
 class Upload(Protocol):
-    """A file being written.  It exists for readers after :meth:`complete` at the latest."""
+    """A file being written.  It exists for readers after :meth:`complete` at the latest.
+
+    Calls may be repeated after an error, unless it is a :class:`NoRetryError`.
+    """
 
     def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
         """Write `pieces`, one after the other, from byte `offset` on.
 
-        Thread-safe unless the store's order is ``"stream"``.  May be repeated after an error.
-        The memory is free again on return.
+        Thread-safe unless the store's order is ``"stream"``.  The memory is free again on return.
         """
 
     def complete(self, size: int) -> None:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from dcp_fsdp_osd.errors import FlatOptimError, StorageError
-from dcp_fsdp_osd.storage.store import Store, redact
+from dcp_fsdp_osd.storage.store import NoRetryError, Store, redact
 
 __all__ = ["Budget", "InOrder", "Pool", "RetryPolicy", "Stats", "retrying"]
 
@@ -105,10 +105,14 @@ def retrying(
             return call()
         except (FlatOptimError, FileNotFoundError, FileExistsError, EOFError):
             raise
-        except Exception as error:
+        except Exception as raised:
+            error = raised.__cause__ if isinstance(raised, NoRetryError) else raised
+            if not isinstance(error, Exception):
+                error = raised
             pause = random.uniform(0, min(policy.longest, policy.first * 2**attempt))
             over = time.monotonic() + pause - begin > policy.seconds
-            if not store.is_transient(error) or attempt == policy.tries or over or stopped():
+            over = over or attempt == policy.tries or stopped()
+            if over or isinstance(raised, NoRetryError) or not store.is_transient(error):
                 found = f"{type(error).__name__}: {error}"
                 text = redact(found, options)
                 tried = f"{attempt} {'try' if attempt == 1 else 'tries'}"
@@ -122,7 +126,7 @@ def retrying(
 
 
 class Budget:
-    """Bytes that may be held at one time.  Thread-safe; :meth:`Pool.room` waits for some.
+    """Bytes that may be held at one time.  Thread-safe; nothing here waits.
 
     A request for more than the whole budget is granted when all of it is free: one thing that
     cannot be cut (a ``torch.save`` object) may be larger than the limit.

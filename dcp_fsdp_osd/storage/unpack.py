@@ -105,6 +105,11 @@ class Item:
         elif tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == DTYPES[dtype]:
             self.view = view_bytes(tensor)
 
+    @property
+    def device(self) -> torch.device | None:
+        """The destination's, if it is not the CPU."""
+        return None if self.tensor is None or self.tensor.is_cpu else self.tensor.device
+
     def land(self, dest: int, flat: torch.Tensor) -> None:
         """Put elements from a buffer where bytes could not land directly; `dest` is in bytes."""
         assert self.tensor is not None

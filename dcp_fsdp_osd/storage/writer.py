@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -264,7 +263,7 @@ class StreamingWriter(StorageWriter):
         threads = session.config.concurrency
         limits = session.store.limits
         results: list[WriteResult] = []
-        scratch = ScratchPool(part_size, self._max_inflight // part_size + 1, _has_gpu())
+        scratch = ScratchPool(part_size, self._max_inflight // part_size + 1)
         total = sum(file.nbytes for file in plans)
         stats.add(needed=sum(item_bytes(item) for file in plans for item in file.items))
         with (
@@ -298,7 +297,6 @@ class StreamingWriter(StorageWriter):
                         what,
                         stats,
                         pool.stopped,
-                        retry=limits.order != "stream",
                     )
                 chunk.pieces.clear()
                 chunk.keep.clear()
@@ -345,7 +343,6 @@ class StreamingWriter(StorageWriter):
                         f"complete {name}",
                         stats,
                         pool.stopped,
-                        retry=limits.order != "stream",
                     )
                 )
             pool.drain()
@@ -387,10 +384,6 @@ class StreamingWriter(StorageWriter):
 
 def _unique() -> str:
     return uuid.uuid4().hex
-
-
-def _has_gpu() -> bool:
-    return torch.cuda.is_available()
 
 
 def _in_turn(
