@@ -46,6 +46,7 @@ class Leaf:
         pieces: where in the local tensor each box lies.
         filled: how many elements are read.
         tensor: where it is read to: the optimizer's own, or allocated before reading.
+        live: ``tensor`` is the optimizer's own.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Leaf:
     pieces: dict[MetadataIndex, Piece | None] = field(default_factory=dict)
     filled: int = 0
     tensor: torch.Tensor | None = None
+    live: bool = False
 
 
 @dataclass
@@ -198,7 +200,11 @@ class _Planner:
                 f"parameter with {list(sources)[:3]}; their state becomes zeros, as FSDP does",
                 stacklevel=2,
             )
-        return items
+        return [item for item in items if not self._skipped(item)]
+
+    def _skipped(self, item: ReadItem) -> bool:
+        found = self.result.destinations.get(item.dest_index)
+        return found is not None and found[0].kind == "skipped"
 
     def _check_present(self, number: int, param: ParamLayout, sources: Mapping[str, str]) -> None:
         """An FQN that is in no saved group is missing; one without state only has none."""
@@ -414,7 +420,7 @@ class _Planner:
                     )
                     leaf.kind = "skipped"
                 else:
-                    leaf.tensor = value.detach()
+                    leaf.tensor, leaf.live = value.detach(), True
 
 
 _EMPTY = ChunkStorageMetadata(torch.Size(()), torch.Size(()))

@@ -167,12 +167,28 @@ class OptimLoad:
             )
         for tensor, value in self._scalars_in_place:
             tensor.copy_(value)
+        self._zero_stateless(known)
         result_groups = []
         for group, ids in zip(new_groups, self._group_ids(), strict=True):
             result_groups.append({**group, "params": ids})
         self.value["state"] = state
         self.value["param_groups"] = result_groups
         mark_loaded(self.value)
+
+    def _zero_stateless(self, known: set[str]) -> None:
+        """In tensors loaded in place, zero the parts of FQNs that were saved without state.
+
+        Fresh tensors have zeros there already; FQNs that are not in the checkpoint at all (which
+        ``strict=False`` admits) keep what they have.
+        """
+        for leaf in self.schedule.leaves:
+            if leaf.kind != "local" or not leaf.live or leaf.param is None or leaf.tensor is None:
+                continue
+            for segment in self.layout.params[leaf.param].segments:
+                if segment.fqn not in leaf.sources and known.intersection(
+                    self.layout.names_of(segment.fqn)
+                ):
+                    leaf.tensor[segment.offset : segment.offset + segment.numel].zero_()
 
     def release(self) -> None:
         """Let go of what was loaded; the state dict owns it now."""

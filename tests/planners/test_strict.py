@@ -118,6 +118,27 @@ def test_live_state_of_another_dtype_is_an_error(tmp_path: Path) -> None:
     assert "torch.float32 in the checkpoint, torch.bfloat16 in the optimizer" in str(caught.value)
 
 
+def _lenient_dtype(rank: int, world: int, path: str) -> None:
+    model, optim = make()
+    for state in optim.state.values():
+        state["exp_avg"] = state["exp_avg"].to(torch.bfloat16)
+        state["exp_avg_sq"].zero_()
+        state["mine"] = 5
+    before = {p: s["exp_avg"].clone() for p, s in optim.state.items()}
+    loaded = load(model, optim, path, into=optim.state_dict(), strict=False)
+    expected = make()[1].state_dict()["state"]
+    for i, (p, exp_avg) in enumerate(before.items()):
+        assert_same(optim.state[p]["exp_avg"], exp_avg)
+        assert_same(loaded["state"][i]["exp_avg"], exp_avg)
+        assert_same(optim.state[p]["exp_avg_sq"], expected[i]["exp_avg_sq"])
+        assert loaded["state"][i]["mine"] == 5
+
+
+def test_strict_false_skips_what_has_another_dtype(tmp_path: Path) -> None:
+    run_ranks(_save, 1, str(tmp_path))
+    run_ranks(_lenient_dtype, 1, str(tmp_path))
+
+
 def _wrong_key(rank: int, world: int, path: str) -> None:
     model, optim = make(steps=0)
     state: dict[str, Any] = {"adam": {}}
