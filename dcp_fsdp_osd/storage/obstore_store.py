@@ -43,6 +43,14 @@ _FSSPEC_OPTIONS = {
 }  # fmt: skip
 
 
+_CREDENTIAL_OPTIONS = {"access_key_id", "credential_provider", "skip_signature"}
+_CREDENTIAL_VARIABLES = {
+    "AWS_ACCESS_KEY_ID",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+}
+
 # obstore's threads belong to the process that used it first, for good.
 _used_by: list[int] = []
 
@@ -52,11 +60,20 @@ def _forked() -> bool:
 
 
 def serves(config: StoreConfig) -> bool:
-    """Whether obstore is installed, knows the URL's scheme, and the options are not fsspec's."""
-    if config.url.partition("://")[0] not in _SCHEMES or _FSSPEC_OPTIONS & set(config.options):
+    """Whether ``auto`` takes obstore: installed, the scheme is its, and so are the credentials.
+
+    obstore does not read AWS profiles, SSO or ``~/.aws/credentials``, which s3fs does: for S3 the
+    credentials have to be in the options, under obstore's names, or in the environment.
+    """
+    scheme = config.url.partition("://")[0]
+    if scheme not in _SCHEMES or _FSSPEC_OPTIONS & set(config.options):
         return False
     if _forked() and not config.options:
         return False
+    if scheme.startswith("s3"):
+        named = {str(key).lower().removeprefix("aws_") for key in config.options}
+        if not (named & _CREDENTIAL_OPTIONS or _CREDENTIAL_VARIABLES & os.environ.keys()):
+            return False
     try:
         import obstore  # noqa: F401
     except ImportError:

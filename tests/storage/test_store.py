@@ -187,7 +187,7 @@ def test_names_that_do_not(name: str) -> None:
     assert check_name(name) == name
 
 
-def test_choice_of_backend() -> None:
+def test_choice_of_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(open_store(StoreConfig("/tmp/x")), LocalStore)
     assert isinstance(open_store(StoreConfig("file:///tmp/x")), LocalStore)
     theirs = {"key": "a", "secret": "b"}
@@ -195,6 +195,13 @@ def test_choice_of_backend() -> None:
     assert not serves(StoreConfig("s3://bucket/x", options=theirs))
     assert serves(StoreConfig("s3://bucket/x", options=ours))
     assert not serves(StoreConfig("memory://x"))
+    # Credentials that only botocore would find are left to s3fs.
+    with monkeypatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"):
+            patch.delenv(name, raising=False)
+        assert not serves(StoreConfig("s3://bucket/x"))
+        patch.setenv("AWS_ACCESS_KEY_ID", "a")
+        assert serves(StoreConfig("s3://bucket/x"))
     assert isinstance(open_store(StoreConfig("s3://bucket/x", options=ours)), ObstoreStore)
     with pytest.raises(StorageError, match="unknown"):
         open_store(StoreConfig("/tmp/x", "nfs"))  # type: ignore[arg-type]
