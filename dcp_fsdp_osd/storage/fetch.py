@@ -40,7 +40,7 @@ READ_BYTES = 8 << 20
 """Longest range of one request."""
 _WHOLE = 1 << 14  # foreign entries up to this are read whole rather than parsed first
 _CHECK_SIZE = 64 << 20  # what is held whole is checked against the file's size above this
-_ALIGN = 64
+_ALIGN = 16  # bytes of the largest element
 
 
 @dataclass
@@ -101,7 +101,8 @@ class Fetcher:
         self._stall = stall
         self._progress = progress
         self._limits = session.store.limits
-        room = max_inflight // (1 + self._limits.read_copies)
+        # A sixteenth is left for the alignment of what is staged, and for headers and trailers.
+        room = (max_inflight - max_inflight // 16) // (1 + self._limits.read_copies)
         self._limit = max(min(READ_BYTES, room) // _ALIGN * _ALIGN, _ALIGN)
         self._budget = Budget(max_inflight, stats)
         self._scratch = ScratchPool(self._limit, max_inflight // self._limit + 1)
@@ -297,26 +298,23 @@ class Fetcher:
         for piece in segment.pieces:
             self._items[piece.key].resolve(self._planner, entry.dtype)
         at, end = segment.start - segment.origin, segment.end - segment.origin
-        if any(b.start < a.end for a, b in itertools.pairwise(segment.pieces)):
-            # Two items want the same bytes: land them once and copy to both.
+        items = [self._items[piece.key] for piece in segment.pieces]
+        shared = any(b.start < a.end for a, b in itertools.pairwise(segment.pieces))
+        if shared or any(item.view is None for item in items):
+            # Two items want the same bytes, or bytes cannot land in a destination: land once in a
+            # buffer, and move on from there.
             begin, _ = stage(end - at)
-            for piece in segment.pieces:
+            for piece, item in zip(segment.pieces, items, strict=True):
                 start = begin + piece.start - at
                 job.landings.append(
-                    _Landing(
-                        self._items[piece.key], piece.dest, start, start + piece.end - piece.start
-                    )
+                    _Landing(item, piece.dest, start, start + piece.end - piece.start)
                 )
             return
-        for piece in segment.pieces:
+        for piece, item in zip(segment.pieces, items, strict=True):
+            assert item.view is not None
             if piece.start > at:
                 stage(piece.start - at)
-            item = self._items[piece.key]
-            size = piece.end - piece.start
-            if item.view is not None:
-                parts.append(item.view[piece.dest : piece.dest + size])
-            else:
-                job.landings.append(_Landing(item, piece.dest, *stage(size)))
+            parts.append(item.view[piece.dest : piece.dest + piece.end - piece.start])
             at = piece.end
         if at < end:
             stage(end - at)

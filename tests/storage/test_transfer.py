@@ -270,6 +270,19 @@ def test_a_load_stays_within_its_memory(
         assert reader.stats.peak_inflight < 64 << 10
 
 
+def test_many_small_runs_stay_within_the_memory(tmp_path: Path) -> None:
+    """One byte of each row, into another dtype: nothing lands where it belongs."""
+    tensor = torch.arange(6 << 20, dtype=torch.int64).to(torch.int8).view(-1, 64)
+    dcp.save({"t": tensor}, storage_writer=StreamingWriter(tmp_path / "c"))
+    boxes = [((0, column), (len(tensor), 1)) for column in (3, 40)]
+    planner = BoxPlanner("t", boxes, lambda lengths: torch.zeros(lengths, dtype=torch.int16))
+    reader = StreamingReader(tmp_path / "c", max_inflight_bytes=4 << 20)
+    dcp.load({}, storage_reader=reader, planner=planner)
+    for (_, column), found in zip((box[0] for box in boxes), planner.found, strict=True):
+        assert torch.equal(found[:, 0], tensor[:, column].to(torch.int16))
+    assert reader.stats.peak_inflight <= 4 << 20
+
+
 def test_limits_that_cannot_be_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="4 MiB"):
         StreamingReader(tmp_path, max_inflight_bytes=1000)
