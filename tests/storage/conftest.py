@@ -12,6 +12,7 @@ from typing import Any
 import boto3
 import fsspec
 import pytest
+import torch
 
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter
 from dcp_fsdp_osd.storage.store import Store, StoreConfig, open_store
@@ -53,6 +54,15 @@ class Place:
         client = boto3.client("s3", **self.endpoint.boto3_options)
         found = client.list_multipart_uploads(Bucket=self.endpoint.bucket).get("Uploads", [])
         return [upload["Key"] for upload in found]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Spinning OpenMP threads on a busy machine take more time than the tests' arithmetic."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
