@@ -40,8 +40,12 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from benchmarks.heap import release_freed_memory
 from benchmarks.measure import Measured, interleave
 from benchmarks.wire import WireBytes
-from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimSavePlanner
-from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter
+from dcp_fsdp_osd import (
+    FlatOptimLoadPlanner,
+    FlatOptimSavePlanner,
+    StreamingReader,
+    StreamingWriter,
+)
 
 __all__ = ["FRESH", "Job", "main"]
 

@@ -7,8 +7,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimSavePlanner
-from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter
+from dcp_fsdp_osd import (
+    FlatOptimLoadPlanner,
+    FlatOptimSavePlanner,
+    StreamingReader,
+    StreamingWriter,
+)
 
 dist.init_process_group("gloo")
 path = [tempfile.mkdtemp()]

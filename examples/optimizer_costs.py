@@ -23,8 +23,12 @@ from torch.distributed.fsdp import (
 from benchmarks.heap import release_freed_memory
 from benchmarks.measure import measure
 from benchmarks.wire import WireBytes
-from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimSavePlanner
-from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter
+from dcp_fsdp_osd import (
+    FlatOptimLoadPlanner,
+    FlatOptimSavePlanner,
+    StreamingReader,
+    StreamingWriter,
+)
 from examples.tiny_lm import Trainer
 
 __all__ = ["optimizer_costs"]

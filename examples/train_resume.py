@@ -41,8 +41,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from benchmarks.measure import median, table
 from benchmarks.s3_server import s3_server
 from benchmarks.wire import WireBytes
-from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimSavePlanner
-from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter
+from dcp_fsdp_osd import (
+    FlatOptimLoadPlanner,
+    FlatOptimSavePlanner,
+    StreamingReader,
+    StreamingWriter,
+)
 from examples.optimizer_costs import optimizer_costs
 from examples.tiny_lm import Config, Text, Trainer
 

@@ -23,8 +23,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
-from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimSavePlanner
-from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter
+from dcp_fsdp_osd import (
+    FlatOptimLoadPlanner,
+    FlatOptimSavePlanner,
+    StreamingReader,
+    StreamingWriter,
+)
 from tests.models import full_state
 
 __all__ = ["Job", "Side", "draw", "load", "save"]
