@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from .optim_state import Path, SavedInfo, opaque_prefix
+from .optim_state import SavedInfo, opaque_prefix
+from .tree import Path
 
 __all__ = ["CheckpointIndex", "index_checkpoint"]
 

@@ -112,14 +112,15 @@ class ParamLayout:
 
     @property
     def empty(self) -> bool:
-        """This rank holds no element of a parameter that has some.
+        """This rank's local tensor has no element, while the parameter has some.
 
         Most optimizers keep no state for it then; what others keep (Adagrad's ``step``) means
-        nothing to other ranks.
+        nothing to other ranks. A local tensor of nothing but padding is not empty: the
+        optimizer steps on it.
         """
         return (
             self.kind == "flat"
-            and not any(s.numel for s in self.segments)
+            and not self.numel
             and any(math.prod(shape) for shape in self.shapes)
         )
 

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from .errors import CorruptCheckpointError
 from .geometry import Box
 from .layout import Piece
-from .load_plan import Leaf, LoadSchedule, check_params, object_item, whole_chunk
+from .load_plan import check_params
+from .load_schedule import Leaf, LoadSchedule, object_item, whole_chunk
 from .load_state import OptimLoad, empty_dtensor
 from .memory import empty_for_reading
-from .optim_state import set_leaf
+from .tree import set_leaf
 
 __all__ = ["FormLoad"]
 

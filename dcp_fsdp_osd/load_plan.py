@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,67 +17,27 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from .checkpoint_index import CheckpointIndex
-from .errors import CheckpointMismatchError, CorruptCheckpointError
+from .errors import CorruptCheckpointError
 from .fsdp import Target
 from .layout import ParamLayout, Piece
-from .optim_state import Path, dotted, leaves, param_id
+from .load_schedule import (
+    EMPTY,
+    Leaf,
+    LoadSchedule,
+    factored_shapes,
+    first_known,
+    known,
+    object_item,
+    whole_chunk,
+)
+from .optim_state import param_id
+from .tree import Path, dotted, leaves
 
-__all__ = ["Leaf", "LoadSchedule", "check_params", "object_item", "plan_load", "whole_chunk"]
-
-
-@dataclass
-class Leaf:
-    """One value to load.
-
-    Attributes:
-        kind: ``"local"``: this rank's piece of a flat tensor; ``"whole"``; ``"dtensor"``;
-            ``"scalar"``: 0-dim, one per source; ``"object"``: no tensor, one per source;
-            ``"group"``: a tensor among the options of a param group.
-        param: its parameter's id, or None for state that is no parameter's.
-        name: the FQN, the name in ``state``, or the key of a group's option.
-        path: below the parameter's state.
-        sources: FQN -> key in the checkpoint.
-        shape, dtype: of the local tensor; dtype as saved.
-        pieces: where in the local tensor each box lies.
-        filled: how many elements are read.
-        tensor: where it is read to: the optimizer's own, or allocated before reading.
-        live: ``tensor`` is the optimizer's own.
-    """
-
-    kind: str
-    param: int | None
-    name: str
-    path: Path
-    sources: dict[str, str]
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
-    pieces: dict[MetadataIndex, Piece | None] = field(default_factory=dict)
-    filled: int = 0
-    tensor: torch.Tensor | None = None
-    live: bool = False
-
-
-@dataclass
-class LoadSchedule:
-    """Everything that one rank reads for one optimizer.
-
-    Attributes:
-        items: the reads.
-        leaves: the values that they make up.
-        destinations: ``dest_index`` of a read -> its value, and the piece of it.
-        problems: a line for each thing that does not match.
-        keep: parameters that are skipped because of one; their state stays as it is.
-    """
-
-    items: list[ReadItem] = field(default_factory=list)
-    leaves: list[Leaf] = field(default_factory=list)
-    destinations: dict[MetadataIndex, tuple[Leaf, Piece | None]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    keep: set[int] = field(default_factory=set)
+__all__ = ["check_params", "plan_load"]
 
 
 def plan_load(
@@ -229,7 +188,7 @@ class _Planner:
                 storage = self.index.tensors.get(key)
                 if storage is None or not storage.size or tuple(storage.size) == shape:
                     continue
-                factored = _factored(sizes, shape)
+                factored = factored_shapes(sizes, shape)
                 if factored and (whole or param.kind == "whole"):
                     continue
                 what = f"{dotted((fqn, *path))}: shape {tuple(storage.size)} in the checkpoint"
@@ -261,7 +220,7 @@ class _Planner:
     def _was_absent(self, param: ParamLayout, sources: Mapping[str, str]) -> bool:
         """Whether, when it was saved, no rank had state for any element that we hold."""
         info = self.index.info
-        if info is None or not info.absent or param.kind != "flat":
+        if info is None or not info.absent or not any(s.numel for s in param.segments):
             return False
         for segment in param.segments:
             if not segment.numel:
@@ -299,13 +258,13 @@ class _Planner:
             self.result.leaves.append(Leaf("object", number, param.fqns[0], path, keys))
             return [object_item(key) for key in keys.values()]
         if kind == "scalar" and param.kind != "dtensor" and param.shapes != ((),):
-            leaf = self._leaf("scalar", number, param.fqns[0], path, keys, _first(stored))
+            leaf = self._leaf("scalar", number, param.fqns[0], path, keys, first_known(stored))
             return [
                 item
                 for fqn, key in keys.items()
-                for item in self._read(leaf, key, _known(stored[fqn]), [(None, _EMPTY)])
+                for item in self._read(leaf, key, known(stored[fqn]), [(None, EMPTY)])
             ]
-        first = _first(stored)
+        first = first_known(stored)
         if param.kind == "whole" or kind == "scalar":
             kind = "scalar" if kind == "scalar" else "whole"
             leaf = self._leaf(kind, number, param.fqns[0], path, keys, first)
@@ -329,7 +288,7 @@ class _Planner:
                 for p in pieces
             ]
             wanted = list(zip(pieces, chunks, strict=True))
-            storage = _known(stored[segment.fqn])
+            storage = known(stored[segment.fqn])
             items += self._read(leaf, keys[segment.fqn], storage, wanted)
         return items
 
@@ -421,43 +380,3 @@ class _Planner:
                     leaf.kind = "skipped"
                 else:
                     leaf.tensor, leaf.live = value.detach(), True
-
-
-_EMPTY = ChunkStorageMetadata(torch.Size(()), torch.Size(()))
-
-
-def _factored(sizes: set[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
-    """Whether a state's tensors can be factors of one of ``shape`` (Adafactor's rows and columns).
-
-    Factors differ in shape; all of one wrong shape are those of a parameter of that shape.
-    """
-    return len(sizes) > 1 and all(
-        len(size) == len(shape) and all(s in (1, n) for s, n in zip(size, shape, strict=True))
-        for size in sizes
-    )
-
-
-def whole_chunk(storage: TensorStorageMetadata) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size([0] * len(storage.size)), storage.size)
-
-
-def _known(storage: TensorStorageMetadata | None) -> TensorStorageMetadata:
-    if storage is None:
-        raise CheckpointMismatchError("expected a tensor entry, found an object")
-    return storage
-
-
-def _first(stored: Mapping[str, TensorStorageMetadata | None]) -> TensorStorageMetadata:
-    return _known(next(iter(stored.values())))
-
-
-def object_item(key: str) -> ReadItem:
-    zero = torch.Size((0,))
-    return ReadItem(
-        type=LoadItemType.BYTE_IO,
-        dest_index=MetadataIndex(key),
-        dest_offsets=zero,
-        storage_index=MetadataIndex(key),
-        storage_offsets=zero,
-        lengths=zero,
-    )

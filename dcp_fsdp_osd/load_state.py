@@ -14,20 +14,12 @@ from torch.distributed.tensor import DTensor
 from .checkpoint_index import index_checkpoint
 from .errors import CheckpointMismatchError
 from .fsdp import Target
-from .load_plan import Leaf, LoadSchedule, plan_load
+from .load_plan import plan_load
+from .load_schedule import Leaf, LoadSchedule
 from .memory import empty_for_reading
-from .optim_state import (
-    digest,
-    dotted,
-    is_flattened,
-    is_guarded,
-    leaves,
-    mark_loaded,
-    param_id,
-    set_leaf,
-    without_guard,
-)
+from .optim_state import is_flattened, is_guarded, mark_loaded, param_id, without_guard
 from .param_groups import SavedGroups, match_groups
+from .tree import digest, dotted, leaves, set_leaf
 
 __all__ = ["OptimLoad", "empty_dtensor"]
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from .errors import CheckpointMismatchError, LayoutError
 from .layout import FlatLayout
-from .optim_state import GroupInfo, digest
+from .optim_state import GroupInfo
+from .tree import digest
 
 __all__ = ["MergedGroup", "SavedGroups", "match_groups", "merge_groups"]
 

@@ -9,9 +9,6 @@ names, boxes and digests.
 from __future__ import annotations
 
 import dataclasses
-import math
-import warnings
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,38 +32,20 @@ from torch.distributed.checkpoint.planner import (
 
 from .errors import LayoutError
 from .fsdp import describe_target
-from .layout import FlatLayout, Segment
+from .layout import FlatLayout
 from .optim_state import (
     INFO_KEY,
-    GroupInfo,
-    Path,
     SavedInfo,
     SaveEntries,
-    digest_scalars,
-    dotted,
     is_flattened,
     save_entries,
     without_guard,
 )
 from .param_groups import merge_groups
-from .tree import find_optim, with_optim_removed
+from .save_agree import Report, check_scalars, fill_holes, share_out, tensor_data
+from .tree import Path, digest_scalars, dotted, find_optim, with_optim_removed
 
 __all__ = ["FlatOptimSavePlanner"]
-
-_ZEROS_AT_ONCE = 4 * 1024 * 1024  # elements of a box of zeros: bounds what resolve_data allocates
-
-
-@dataclass
-class _Report:
-    """What a rank tells the coordinator of one optimizer (travels with its local plan)."""
-
-    pieces: dict[str, str] = field(default_factory=dict)  # key -> FQN
-    stateless: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    orders: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    groups: list[GroupInfo] = field(default_factory=list)
-    user: list[str] = field(default_factory=list)
-    opaque: dict[str, str] = field(default_factory=dict)
-    scalars: dict[str, str] = field(default_factory=dict)  # key -> digest
 
 
 @dataclass
@@ -74,7 +53,7 @@ class _LocalData:
     """``planner_data`` of a local plan."""
 
     mappings: dict[str, Path]
-    reports: dict[str, _Report]
+    reports: dict[str, Report]
 
 
 @dataclass
@@ -146,7 +125,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
     def _reset(self) -> None:
         self._pieces: dict[MetadataIndex, torch.Tensor] = {}
         self._items: list[WriteItem] = []
-        self._reports: dict[str, _Report] = {}
+        self._reports: dict[str, Report] = {}
         self._final = _FinalData()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,7 +164,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
             self._add(key, len(path), save_entries(value, self._layouts[key], path))
 
     def _add(self, key: str, depth: int, entries: SaveEntries) -> None:
-        report = _Report(
+        report = Report(
             stateless=entries.stateless,
             orders=entries.orders,
             groups=entries.groups,
@@ -246,10 +225,10 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         finals = [_FinalData() for _ in plans]
         infos: dict[str, SavedInfo] = {}
         for key in dict.fromkeys(key for d in data for key in d.reports):
-            reports = [d.reports.get(key, _Report()) for d in data]
-            _check_scalars(key, reports)
+            reports = [d.reports.get(key, Report()) for d in data]
+            check_scalars(key, reports)
             groups = self._plan_groups(key, reports, plans, finals)
-            absent = _fill_holes(key, reports, plans)
+            absent = fill_holes(key, reports, plans)
             infos[key] = SavedInfo(
                 groups=groups,
                 user=sorted({name for r in reports for name in r.user}),
@@ -270,7 +249,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
     def _plan_groups(
         self,
         key: str,
-        reports: Sequence[_Report],
+        reports: Sequence[Report],
         plans: list[SavePlan],
         finals: Sequence[_FinalData],
     ) -> list[list[str]]:
@@ -346,152 +325,5 @@ def _shard_item(index: MetadataIndex, view: torch.Tensor, shape: tuple[int, ...]
 
 def _absent(item: WriteItem) -> torch.Tensor:
     """Stands for zeros that are made when they are written."""
-    data = _tensor_data(item)
+    data = tensor_data(item)
     return torch.empty(data.chunk.sizes, dtype=data.properties.dtype, device="meta")
-
-
-def _tensor_data(item: WriteItem) -> TensorWriteData:
-    if item.tensor_data is None:
-        raise LayoutError(f"{item.index.fqn}: expected a tensor item, found one without its data")
-    return item.tensor_data
-
-
-def _check_scalars(key: str, reports: Sequence[_Report]) -> None:
-    values: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, report in enumerate(reports):
-        for name, value in report.scalars.items():
-            values[name][value].append(rank)
-    differ = [
-        f"{name}: ranks " + " / ".join(str(ranks) for ranks in found.values())
-        for name, found in sorted(values.items())
-        if len(found) > 1
-    ]
-    if differ:
-        raise LayoutError(
-            f"{key}: expected scalar state to be the same on every rank that has it, found "
-            f"{len(differ)} that differ:\n  " + "\n  ".join(differ)
-        )
-
-
-def _fill_holes(
-    key: str, reports: Sequence[_Report], plans: list[SavePlan]
-) -> dict[str, list[list[int]]]:
-    """Have zeros written for elements whose rank has no state while others do.
-
-    FSDP with ``use_orig_params=True`` gives a parameter no gradient on ranks whose forward did
-    not use it. Which elements those are is returned (key -> intervals), so that the same
-    layout loads "no state" again.
-    """
-    names = {name: fqn for r in reports for name, fqn in r.pieces.items()}
-    boxes: dict[str, dict[tuple[int, ...], WriteItem]] = {name: {} for name in names}
-    for plan in plans:
-        for item in plan.items:
-            if item.index.fqn in boxes:
-                boxes[item.index.fqn][tuple(item.index.offset or ())] = item
-    orders = {fqn: order for r in reports for fqn, order in r.orders.items()}
-    absent: dict[str, list[list[int]]] = {}
-    lost: list[str] = []
-    zeros: list[WriteItem] = []
-    for name, fqn in names.items():
-        sample = _tensor_data(next(iter(boxes[name].values())))
-        shape, order = tuple(sample.size), orders.get(fqn)
-        held = [_interval(_tensor_data(item), order) for item in boxes[name].values()]
-        holes = complement(held, math.prod(shape))
-        if not holes:
-            continue
-        excused = [span for r in reports for span in r.stateless.get(fqn, ())]
-        for start, stop in holes:
-            if complement(excused, stop, start):
-                lost.append(f"{name}[{start}:{stop}]")
-        absent[name] = [list(hole) for hole in holes]
-        for start, stop in holes:
-            for at in range(start, stop, _ZEROS_AT_ONCE):
-                part = Segment(fqn, shape, at, min(stop, at + _ZEROS_AT_ONCE), 0, order)
-                for piece in part.pieces():
-                    chunk = ChunkStorageMetadata(
-                        torch.Size(piece.box.offsets), torch.Size(piece.box.sizes)
-                    )
-                    zeros.append(
-                        WriteItem(
-                            MetadataIndex(name, piece.box.offsets),
-                            WriteItemType.SHARD,
-                            tensor_data=dataclasses.replace(sample, chunk=chunk),
-                        )
-                    )
-    if lost:
-        raise LayoutError(
-            f"{key}: expected every element on a rank that takes part in the save, found none "
-            f"that holds:\n  " + "\n  ".join(lost) + "\nCall dcp.save on all ranks of the FSDP "
-            "process group"
-        )
-    if absent:
-        warnings.warn(
-            f"{key}: some ranks have no state for parts of {sorted({names[n] for n in absent})} "
-            f"while others do (no gradient there); zeros are saved for those parts",
-            stacklevel=2,
-        )
-        plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, *zeros])
-    return absent
-
-
-def _interval(data: TensorWriteData, order: tuple[int, ...] | None) -> tuple[int, int]:
-    """The elements of a box that is contiguous in memory order."""
-    start = 0
-    for d in order if order is not None else range(len(data.size)):
-        start = start * data.size[d] + data.chunk.offsets[d]
-    return start, start + math.prod(data.chunk.sizes)
-
-
-def complement(
-    spans: Sequence[tuple[int, int]], stop: int, start: int = 0
-) -> list[tuple[int, int]]:
-    """What ``spans`` leave uncovered of ``[start, stop)``."""
-    holes = []
-    for low, high in sorted(spans):
-        if low > start:
-            holes.append((start, min(low, stop)))
-        start = max(start, high)
-        if start >= stop:
-            return holes
-    return [*holes, (start, stop)] if start < stop else holes
-
-
-def share_out(plans: Sequence[SavePlan], *, to_lowest: bool = False) -> list[SavePlan]:
-    """Give each item that several ranks offer to one of them.  Deterministic.
-
-    Objects and scalars go to the lowest rank that offers them, so that they lie together; boxes,
-    largest first, to the rank with the fewest bytes so far (``to_lowest``: to the lowest).
-
-    Replaces ``torch.distributed.checkpoint._dedup_save_plans``, which counts whole tensors.
-    """
-    offers: dict[MetadataIndex, list[int]] = defaultdict(list)
-    size: dict[MetadataIndex, int] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            offers[item.index].append(rank)
-            size.setdefault(item.index, _item_bytes(item))
-    load = [0] * len(plans)
-    owner: dict[MetadataIndex, int] = {}
-    shared = []
-    for index, ranks in offers.items():
-        if len(ranks) == 1:
-            owner[index] = ranks[0]
-            load[ranks[0]] += size[index]
-        else:
-            shared.append(index)
-    shared.sort(key=lambda i: (-size[i], i.fqn, tuple(i.offset or ())))
-    for index in shared:
-        small = to_lowest or size[index] <= 1024
-        owner[index] = min(offers[index], key=lambda r: (0 if small else load[r], r))
-        load[owner[index]] += size[index]
-    return [
-        dataclasses.replace(plan, items=[i for i in plan.items if owner[i.index] == rank])
-        for rank, plan in enumerate(plans)
-    ]
-
-
-def _item_bytes(item: WriteItem) -> int:
-    if item.tensor_data is None:
-        return 0
-    data = item.tensor_data
-    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize

@@ -1,13 +1,118 @@
-"""Where optimizers lie in a state dict that is saved or loaded."""
+"""State dicts as trees: paths, leaves, digests of values, where optimizers lie.  Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import itertools
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from .errors import LayoutError
 
-__all__ = ["find_optim", "with_optim_removed"]
+__all__ = [
+    "Path",
+    "digest",
+    "digest_scalars",
+    "dotted",
+    "find_optim",
+    "leaves",
+    "set_leaf",
+    "with_optim_removed",
+]
+
+Path = tuple[str | int, ...]
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """The key of a path in a flattened state dict, as DCP forms it."""
+    return ".".join(map(str, path))
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The values of a nested state dict with their paths, cut where DCP's flattening cuts.
+
+    Mappings are entered, lists only where a tensor or a mapping lies in them
+    (``torch.distributed.checkpoint._nested_dict.flatten_state_dict``).
+    """
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from leaves(item, (*path, str(name)))
+    elif isinstance(value, list) and any(_holds_state(item) for item in value):
+        for i, item in enumerate(value):
+            yield from leaves(item, (*path, i))
+    else:
+        yield path, value
+
+
+def _holds_state(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(_holds_state(item) for item in value)
+    return isinstance(value, torch.Tensor | Mapping | ShardedTensor)
+
+
+def set_leaf(root: dict[Any, Any], path: Path, value: Any) -> None:
+    """Put ``value`` at ``path`` below ``root``, making mappings and lists on the way."""
+    here: Any = root
+    for step, following in itertools.pairwise(path):
+        empty: Any = [] if isinstance(following, int) else {}
+        if isinstance(step, int):
+            here.extend([None] * (step + 1 - len(here)))
+            if here[step] is None:
+                here[step] = empty
+            here = here[step]
+        else:
+            here = here.setdefault(step, empty)
+    last = path[-1]
+    if isinstance(last, int):
+        here.extend([None] * (last + 1 - len(here)))
+    here[last] = value
+
+
+def digest(value: Any) -> str:
+    """Equal for equal values, tensors bit for bit; a tensor's device does not count."""
+    return hashlib.sha256(_canonical(value)).hexdigest()[:16]
+
+
+def _canonical(value: Any) -> bytes:
+    # Not pickle for all: its bytes depend on which parts are the same object.
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous()
+        data = plain.reshape(-1).view(torch.uint8) if plain.numel() else plain.reshape(-1)
+        return f"{plain.dtype}{tuple(plain.shape)}".encode() + bytes(data.tolist())
+    if isinstance(value, Mapping):
+        items = (_canonical(k) + b":" + _canonical(v) for k, v in value.items())
+        return b"{" + b",".join(items) + b"}"
+    if isinstance(value, list | tuple):
+        return type(value).__name__.encode() + b"[" + b",".join(map(_canonical, value)) + b"]"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return f"{type(value).__name__} {value!r}".encode()
+    try:
+        return pickle.dumps(value)
+    except Exception:  # what cannot be pickled is refused where it is written
+        return repr(value).encode()
+
+
+def digest_scalars(values: Mapping[Path, Any]) -> dict[str, str]:
+    """Digests of the small values among ``values``, by key; one transfer per device and dtype."""
+    batches: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+    for value in values.values():
+        if isinstance(value, torch.Tensor) and not value.dim():
+            batches.setdefault((value.device, value.dtype), {})[id(value)] = value.detach()
+    digests: dict[int, str] = {}
+    for tensors in batches.values():
+        on_cpu = torch.stack(list(tensors.values())).cpu().unbind()
+        digests.update(zip(tensors, map(digest, on_cpu), strict=True))
+    result = {}
+    for path, value in values.items():
+        if id(value) in digests:
+            result[dotted(path)] = digests[id(value)]
+        elif not isinstance(value, torch.Tensor | ShardedTensor):
+            result[dotted(path)] = digest(value)
+    return result
 
 
 def find_optim(state_dict: Mapping[str, Any], key: str) -> tuple[tuple[str, ...], dict[str, Any]]:

@@ -16,7 +16,7 @@ from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimSavePlanner, LayoutError
 from dcp_fsdp_osd.fsdp import Target, describe_target
 from dcp_fsdp_osd.geometry import Box, boxes_of_interval, dim_order
 from dcp_fsdp_osd.layout import FlatLayout, Segment, simulate, units_of
-from dcp_fsdp_osd.save_planner import complement, share_out
+from dcp_fsdp_osd.save_agree import complement, share_out
 from tests.models import MODELS, wrap_fsdp1
 from tests.ranks import run_ranks
 

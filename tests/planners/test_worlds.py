@@ -100,19 +100,23 @@ def _load_anywhere(rank: int, world: int, path: str) -> None:
     train_steps(model, optim, 1)
 
 
-def _uneven(rank: int, world: int, path: str) -> None:
+def _uneven(rank: int, world: int, path: str, use_orig_params: bool) -> None:
     """One rank more than the tensor has elements, and ranks that hold nothing of a unit."""
-    model = wrap_fsdp1(nn.Sequential(nn.Linear(1, 1, bias=False)), policy="root")
+    model = wrap_fsdp1(
+        nn.Sequential(nn.Linear(1, 1, bias=False)), policy="root", use_orig_params=use_orig_params
+    )
     optim = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 1)).sum().backward()
     optim.step()
     before = optim.state_dict()
+    assert len(before["state"]) == (rank == 0 or not use_orig_params)  # else it is all padding
     save(model, optim, path)
     assert_same(load(model, torch.optim.AdamW(model.parameters()), path), before)
 
 
-def test_fewer_elements_than_ranks(tmp_path: Path) -> None:
-    run_ranks(_uneven, 4, str(tmp_path))
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fewer_elements_than_ranks(tmp_path: Path, use_orig_params: bool) -> None:
+    run_ranks(_uneven, 4, str(tmp_path), use_orig_params)
 
 
 # ---------------------------------------------------------------- what FSDP can be told

@@ -1,0 +1,120 @@
+"""The values that one rank loads, as a plan of reads.  Pure values, and small helpers on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from .errors import CheckpointMismatchError
+from .layout import Piece
+from .tree import Path
+
+__all__ = [
+    "EMPTY",
+    "Leaf",
+    "LoadSchedule",
+    "factored_shapes",
+    "first_known",
+    "known",
+    "object_item",
+    "whole_chunk",
+]
+
+
+@dataclass
+class Leaf:
+    """One value to load.
+
+    Attributes:
+        kind: ``"local"``: this rank's piece of a flat tensor; ``"whole"``; ``"dtensor"``;
+            ``"scalar"``: 0-dim, one per source; ``"object"``: no tensor, one per source;
+            ``"group"``: a tensor among the options of a param group.
+        param: its parameter's id, or None for state that is no parameter's.
+        name: the FQN, the name in ``state``, or the key of a group's option.
+        path: below the parameter's state.
+        sources: FQN -> key in the checkpoint.
+        shape, dtype: of the local tensor; dtype as saved.
+        pieces: where in the local tensor each box lies.
+        filled: how many elements are read.
+        tensor: where it is read to: the optimizer's own, or allocated before reading.
+        live: ``tensor`` is the optimizer's own.
+    """
+
+    kind: str
+    param: int | None
+    name: str
+    path: Path
+    sources: dict[str, str]
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    pieces: dict[MetadataIndex, Piece | None] = field(default_factory=dict)
+    filled: int = 0
+    tensor: torch.Tensor | None = None
+    live: bool = False
+
+
+@dataclass
+class LoadSchedule:
+    """Everything that one rank reads for one optimizer.
+
+    Attributes:
+        items: the reads.
+        leaves: the values that they make up.
+        destinations: ``dest_index`` of a read -> its value, and the piece of it.
+        problems: a line for each thing that does not match.
+        keep: parameters that are skipped because of one; their state stays as it is.
+    """
+
+    items: list[ReadItem] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
+    destinations: dict[MetadataIndex, tuple[Leaf, Piece | None]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    keep: set[int] = field(default_factory=set)
+
+
+EMPTY = ChunkStorageMetadata(torch.Size(()), torch.Size(()))
+
+
+def factored_shapes(sizes: set[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
+    """Whether a state's tensors can be factors of one of ``shape`` (Adafactor's rows and columns).
+
+    Factors differ in shape; all of one wrong shape are those of a parameter of that shape.
+    """
+    return len(sizes) > 1 and all(
+        len(size) == len(shape) and all(s in (1, n) for s, n in zip(size, shape, strict=True))
+        for size in sizes
+    )
+
+
+def whole_chunk(storage: TensorStorageMetadata) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([0] * len(storage.size)), storage.size)
+
+
+def known(storage: TensorStorageMetadata | None) -> TensorStorageMetadata:
+    if storage is None:
+        raise CheckpointMismatchError("expected a tensor entry, found an object")
+    return storage
+
+
+def first_known(stored: Mapping[str, TensorStorageMetadata | None]) -> TensorStorageMetadata:
+    return known(next(iter(stored.values())))
+
+
+def object_item(key: str) -> ReadItem:
+    zero = torch.Size((0,))
+    return ReadItem(
+        type=LoadItemType.BYTE_IO,
+        dest_index=MetadataIndex(key),
+        dest_offsets=zero,
+        storage_index=MetadataIndex(key),
+        storage_offsets=zero,
+        lengths=zero,
+    )
