@@ -18,6 +18,8 @@ from tests.ranks import RankError, run_ranks
 from tests.storage.fakes import Script
 from tests.storage.states import assert_same, mixed
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # DCP warns that there is no process group
+
 ROWS, COLUMNS = 1001, 65
 
 
@@ -61,11 +63,9 @@ def test_resharded(tmp_path: Path, save_on: int) -> None:
     names = sorted(p.name for p in (tmp_path / "c").glob("*.distcp"))
     assert [name[:5] for name in names] == [f"__{rank}_0" for rank in range(save_on)]
     assert len({name[6:] for name in names}) == 1
-    for load_on in (1, 2, 4):
-        for dim in (0, 1):
-            found = run_ranks(_load, load_on, str(tmp_path / "c"), dim, dim == 0)
-            reads = [count for count, _ in found]
-            assert reads == ([1] + [0] * (load_on - 1) if dim == 0 else [1] * load_on)
+    for load_on, dim, once in ((2, 0, True), (2, 1, False), (4, 0, False)):
+        found = run_ranks(_load, load_on, str(tmp_path / "c"), dim, once)
+        assert [count for count, _ in found] == ([1, 0] if once else [1] * load_on)
     stock = {"w": torch.zeros(ROWS, COLUMNS)}
     dcp.load(stock, storage_reader=FileSystemReader(tmp_path / "c"))
     assert torch.equal(stock["w"], _full())

@@ -272,7 +272,7 @@ def test_a_load_stays_within_its_memory(
 
 def test_many_small_runs_stay_within_the_memory(tmp_path: Path) -> None:
     """One byte of each row, into another dtype: nothing lands where it belongs."""
-    tensor = torch.arange(6 << 20, dtype=torch.int64).to(torch.int8).view(-1, 64)
+    tensor = torch.arange(5 << 20, dtype=torch.int64).to(torch.int8).view(-1, 512)
     dcp.save({"t": tensor}, storage_writer=StreamingWriter(tmp_path / "c"))
     boxes = [((0, column), (len(tensor), 1)) for column in (3, 40)]
     planner = BoxPlanner("t", boxes, lambda lengths: torch.zeros(lengths, dtype=torch.int16))
