@@ -5,8 +5,8 @@ whose ``storage_data`` maps each index to a ``_StorageInfo(relative_path, offset
 we add rides where stock ignores it, as plain tuples, strings and ints:
 
 - attribute ``dcp_fsdp_osd`` of each ``_StorageInfo``: ``(kind, ...)``, see :class:`EntryInfo`;
-- attribute ``dcp_fsdp_osd`` of the ``Metadata``: ``{"format": 1, "checksum": name or None,
-  "files": {relative_path: size}}``;
+- attribute ``dcp_fsdp_osd`` of the ``Metadata``: ``{"format": 1, "byteorder": "little" or "big",
+  "checksum": name or None, "files": {relative_path: size}}``;
 - after the pickle's STOP, where ``pickle.load`` stops reading: a seal of 8 bytes magic, the CRC-32
   of all bytes before the seal, and their count.
 
@@ -20,6 +20,7 @@ import io
 import pathlib
 import pickle
 import struct
+import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -160,7 +161,8 @@ def fill_metadata(
         end = info.offset + info.length
         files[info.relative_path] = max(files.get(info.relative_path, 0), end)
     metadata.storage_data = entries
-    setattr(metadata, _ATTRIBUTE, {"format": 1, "checksum": checksum, "files": files})
+    ours = {"format": 1, "byteorder": sys.byteorder, "checksum": checksum, "files": files}
+    setattr(metadata, _ATTRIBUTE, ours)
     return files
 
 
@@ -168,7 +170,8 @@ def checksum_name(metadata: Metadata) -> str | None:
     """The algorithm of the checkpoint's checksums; None where it has none (stock, or turned off).
 
     Raises:
-        CorruptCheckpointError: it was written by a later version of this format.
+        CorruptCheckpointError: it was written by a later version of this format, or on a machine
+            of other byte order.
     """
     ours = vars(metadata).get(_ATTRIBUTE)
     if ours is None:
@@ -178,6 +181,11 @@ def checksum_name(metadata: Metadata) -> str | None:
         raise CorruptCheckpointError(
             f"the checkpoint's format is {found!r}, this version of dcp-fsdp-osd reads format 1; "
             "upgrade it, or read with torch.distributed.checkpoint.FileSystemReader"
+        )
+    if ours.get("byteorder") != sys.byteorder:
+        raise CorruptCheckpointError(
+            f"the checkpoint's byte order is {ours.get('byteorder')!r}, this machine's "
+            f"{sys.byteorder!r}; read with torch.distributed.checkpoint.FileSystemReader"
         )
     name = ours.get("checksum")
     if name is not None and not isinstance(name, str):

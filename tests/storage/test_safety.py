@@ -272,6 +272,12 @@ def test_a_later_format_is_not_guessed_at(saved: Path) -> None:
         load(StreamingReader(saved), STATE)
 
 
+def test_another_byte_order_is_not_ignored(saved: Path) -> None:
+    edit(saved, lambda metadata: metadata.dcp_fsdp_osd.update(byteorder="big"))
+    with pytest.raises(CheckpointException, match="byte order"):
+        load(StreamingReader(saved), STATE)
+
+
 def test_stock_metadata_of_all_kinds_is_allowed(tmp_path: Path) -> None:
     dcp.save(dict(STATE), storage_writer=FileSystemWriter(tmp_path / "c"))
     found = load_metadata((tmp_path / "c" / ".metadata").read_bytes(), "test")
