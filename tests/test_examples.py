@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,22 +22,32 @@ from examples.train_resume import RUNS, TOLERANCE, Run, judge
 _ROOT = Path(__file__).parent.parent
 
 
+def _family(pid: int) -> list[int]:
+    """A process and its descendants; torchrun's workers lead sessions of their own."""
+    found = [pid]
+    for parent in found:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
 def _run(*command: str, limit: float) -> subprocess.CompletedProcess[str]:
-    """Run to its end, or kill it with all its children at ``limit`` seconds."""
+    """Run to its end, or kill it with all its descendants at ``limit`` seconds."""
     process = subprocess.Popen(
         command,
         cwd=_ROOT,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(_ROOT)},
     )
     try:
         output, _ = process.communicate(timeout=limit)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        for pid in _family(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
     return subprocess.CompletedProcess(command, process.returncode, output)
 
@@ -64,6 +75,29 @@ def test_train_resume_quick(tmp_path: Path) -> None:
                 assert cost["between"] < 4096, name
             else:
                 assert cost["between"] > rank["state_bytes"], name
+
+
+def _running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_the_limit_leaves_no_process() -> None:
+    program = """if True:
+        import subprocess, sys
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        print(child.pid, flush=True)
+        child.wait()
+    """
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        _run(sys.executable, "-c", program, limit=3)
+    output = caught.value.output
+    child = int(output.decode() if isinstance(output, bytes) else output)
+    deadline = time.monotonic() + 10
+    while _running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _running(child)
 
 
 def test_minimal_under_torchrun() -> None:
