@@ -16,7 +16,7 @@ import torch
 
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter
 from dcp_fsdp_osd.storage.store import Store, StoreConfig, open_store
-from tests.servers import S3Endpoint, moto_server
+from tests.servers import S3Endpoint, SeaweedS3, moto_server, seaweed_server
 
 KINDS = ("local", "file", "memory", "s3fs", "obstore")
 
@@ -63,6 +63,13 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="package")
+def weed() -> Iterator[SeaweedS3]:
+    """One SeaweedFS for all tests: it takes seconds to start.  Who kills it starts it again."""
+    with seaweed_server() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

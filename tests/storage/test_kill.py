@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_fsdp_osd.storage import latest
-from tests.servers import S3Endpoint, SeaweedS3, s3_server, seaweed_server
+from tests.servers import S3Endpoint, SeaweedS3, s3_server
 from tests.storage.killable import (
     SURVIVORS_END_WITHIN,
     Crew,
@@ -207,12 +207,6 @@ def kill_the_server(weed: SeaweedS3, scene: Scene, action: str, fraction: float)
         outcomes = crew.outcomes(SURVIVORS_END_WITHIN)
     weed.restart()
     check_after(scene, action, outcomes)
-
-
-@pytest.fixture(scope="module")
-def weed() -> Iterator[SeaweedS3]:
-    with seaweed_server() as server:
-        yield server
 
 
 @pytest.mark.integration

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,19 +21,13 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter, latest
 from dcp_fsdp_osd.storage.transfer import RetryPolicy
-from tests.servers import Fault, S3Endpoint, SeaweedS3, fault_proxy, seaweed_server
+from tests.servers import Fault, S3Endpoint, SeaweedS3, fault_proxy
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 BACKENDS = ["obstore", "fsspec"]
 RETRY = RetryPolicy(tries=3, seconds=20.0, first=0.01, longest=0.1)
 State = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def weed() -> Iterator[SeaweedS3]:
-    with seaweed_server() as server:
-        yield server
 
 
 def store(s3: S3Endpoint, backend: str) -> dict[str, Any]:
