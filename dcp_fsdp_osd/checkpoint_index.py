@@ -25,20 +25,24 @@ class CheckpointIndex:
     Attributes:
         state: name in ``state`` -> path below it -> key.
         groups: group (a number, or an FQN in a flattened checkpoint) -> path of the option -> key.
+        extra: path -> key, of what is neither ``state`` nor ``param_groups``.
         opaque: first FQN -> signature -> path -> key, of state that cannot be resharded.
         paths: key -> path below the optimizer.
         tensors: key -> its storage metadata, for keys of tensors (other keys are objects).
         info: what our save planner recorded; None for a checkpoint of stock PyTorch.
         flattened: saved with ``flatten_optimizer_state_dict=True``.
+        one_object: saved with the planner option ``flatten_state_dict=False``; not to be read.
     """
 
     state: dict[str, dict[Path, str]] = field(default_factory=dict)
     groups: dict[int | str, dict[Path, str]] = field(default_factory=dict)
+    extra: dict[Path, str] = field(default_factory=dict)
     opaque: dict[str, dict[str, dict[Path, str]]] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
     info: SavedInfo | None = None
     flattened: bool = False
+    one_object: bool = False
 
     @property
     def empty(self) -> bool:
@@ -87,21 +91,24 @@ def index_checkpoint(
 
 
 def _place(index: CheckpointIndex, where: Path, name: str, known: set[str]) -> None:
-    if len(where) == 1:
+    if not where:
+        index.one_object = True
+        return
+    if len(where) == 1 and str(where[0]).startswith(("state.", "param_groups.")):
         section, _, rest = str(where[0]).partition(".")
-        if section not in ("state", "param_groups") or not rest:
-            return
         index.flattened = True
         fqn, option = _split(rest, known)
         table: dict[int | str, dict[Path, str]] = (
             index.groups if section == "param_groups" else index.state  # type: ignore[assignment]
         )
         table.setdefault(fqn, {})[option] = name
-    elif where[0] == "state":
+    elif where[0] == "state" and len(where) > 1:
         index.state.setdefault(str(where[1]), {})[where[2:]] = name
     elif where[0] == "param_groups" and len(where) > 2:
         group = where[1]
         index.groups.setdefault(group, {})[where[2:]] = name
+    else:
+        index.extra[where] = name
 
 
 def _split(text: str, known: set[str]) -> tuple[str, Path]:

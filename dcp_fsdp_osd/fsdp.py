@@ -183,7 +183,8 @@ def _describe_plain(
         boxes = like.__create_chunk_list__() if param.device_mesh.get_coordinate() else []
         parts = [(tuple(box.offsets), tuple(box.sizes)) for box in boxes]
         part = parts[0] if parts and parts[0][1] != shape else None
-        layout = ParamLayout((fqns[0],), (shape,), "dtensor", sharded=part is not None, part=part)
+        sharded = not all(placement.is_replicate() for placement in param.placements)
+        layout = ParamLayout((fqns[0],), (shape,), "dtensor", sharded=sharded, part=part)
     known[id(param)] = (layout, param.device, None)
     aliases.update((fqn, fqns[0]) for fqn in fqns[1:])
 

@@ -41,7 +41,20 @@ class FormLoad(OptimLoad):
         self.schedule = schedule = check_params(self.target, self.index, self.key)
         if self.idle:
             return schedule
-        keys = [key for paths in self.index.state.values() for key in paths.values()]
+        unknown = set(self.index.state) - set(self.names())
+        dropped = {
+            n
+            for i in schedule.keep
+            for fqn in self.layout.params[i].fqns
+            for n in self.layout.names_of(fqn)
+        } | unknown
+        keys = [
+            key
+            for name, paths in self.index.state.items()
+            if name not in dropped
+            for key in paths.values()
+        ]
+        keys += self.index.extra.values()
         keys += [key for paths in self.index.groups.values() for key in paths.values()]
         number_of = {
             key: self.layout.ids[fqn]
@@ -109,7 +122,7 @@ class FormLoad(OptimLoad):
             elif leaf.kind == "sharded" and leaf.param is not None and leaf.tensor is not None:
                 group = self.target.shards[leaf.param]
                 value = group.tensor(leaf.tensor, leaf.shape) if group is not None else value
-            set_leaf(self.value, leaf.path, value)
+            set_leaf(self._result, leaf.path, value)
         for section, empty in (("state", {}), ("param_groups", [])):
             if not self.index.flattened:
-                self.value.setdefault(section, empty)
+                self._result.setdefault(section, empty)

@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
 
 from .checkpoint_index import CheckpointIndex
-from .errors import CorruptCheckpointError
+from .errors import CheckpointMismatchError, CorruptCheckpointError
 from .fsdp import Target
 from .layout import ParamLayout, Piece
 from .load_schedule import (
@@ -78,13 +79,19 @@ class _Planner:
         self.result = LoadSchedule()
         self.problems = self.result.problems
         groups = index.known_groups()
+        self.odd = set(index.info.odd if index.info is not None else ())
         self.in_groups = None if groups is None else {name for group in groups for name in group}
         self.live_of = {param_id(k, self.layout): v for k, v in live.get("state", {}).items()}
 
     def _nothing(self) -> bool:
         if not self.index.empty:
             return False
-        self.problems.append(f"{self.key}: nothing in the checkpoint under this key")
+        self.problems.append(
+            f"{self.key}: saved as one object (flatten_state_dict=False), which cannot be read in "
+            f"parts; load it with DCP's default planner and save it again"
+            if self.index.one_object
+            else f"{self.key}: nothing in the checkpoint under this key"
+        )
         self.result.keep.update(range(len(self.layout.params)))
         return True
 
@@ -94,7 +101,8 @@ class _Planner:
         for number, param in enumerate(self.layout.params):
             sources = self._sources(param)
             self._check_present(number, param, sources)
-            self._misshapen(param, sources, whole=True)
+            if self._misshapen(param, sources, whole=True):
+                self.result.keep.add(number)
         for fqn in self.index.opaque:
             self.problems.append(f"{fqn}: has state that was saved per rank, as no whole tensor")
 
@@ -105,6 +113,9 @@ class _Planner:
         for number, param in enumerate(self.layout.params):
             items += self._plan_param(number, param)
         items += self._plan_user_state()
+        for path, name in self.index.extra.items():
+            items += self._plan_value(None, name, path, name)
+            self.result.leaves[-1].extra = True
         for options in self.index.groups.values():
             for name in options.values():
                 storage = self.index.tensors.get(name)
@@ -131,7 +142,7 @@ class _Planner:
         sources = self._sources(param)
         opaque = self._opaque_keys(param)
         self._check_present(number, param, sources)
-        if self._misshapen(param, sources):
+        if self._misshapen(param, sources) or opaque is None:
             self.result.keep.add(number)
             return []
         if not (sources or opaque) or param.empty or self._was_absent(param, sources):
@@ -145,12 +156,14 @@ class _Planner:
                 for fqn, name in sources.items()
                 if path in self.index.state[name]
             }
-            items += self._plan_leaf(number, param, path, keys)
+            found = self._plan_leaf(number, param, path, keys)
+            if found is None:
+                self.result.keep.add(number)
+                del self.result.leaves[first:]
+                return []
+            items += found
         for path, name in opaque.items():
-            storage = self.index.tensors[name]
-            source = {param.fqns[0]: name}
-            leaf = self._leaf("whole", number, param.fqns[0], path, source, storage)
-            items += self._read(leaf, name, storage, [(None, whole_chunk(storage))])
+            items += self._plan_value(number, param.fqns[0], path, name)
         self._check_live(number, param, set(paths) | set(opaque), self.result.leaves[first:])
         blank = [fqn for fqn in param.fqns if fqn not in sources]
         if blank and sources:
@@ -188,22 +201,22 @@ class _Planner:
                 storage = self.index.tensors.get(key)
                 if storage is None or not storage.size or tuple(storage.size) == shape:
                     continue
-                factored = factored_shapes(sizes, shape)
-                if factored and (whole or param.kind == "whole"):
+                factored = key in self.odd or factored_shapes(sizes, shape)
+                if factored and (whole or (not param.sharded and len(param.fqns) == 1)):
                     continue
                 what = f"{dotted((fqn, *path))}: shape {tuple(storage.size)} in the checkpoint"
                 if factored:
                     wrong.append(
-                        f"{what} is that of an unsharded parameter's factored state, which cannot "
-                        f"be cut for the current layout (rank holds {param.describe()})"
+                        f"{what} is that of state of an unsharded parameter, {shape}, which "
+                        f"cannot be cut for the current layout (rank holds {param.describe()})"
                     )
                 else:
                     wrong.append(f"{what}, the parameter has {shape}")
         self.problems += wrong
         return bool(wrong)
 
-    def _opaque_keys(self, param: ParamLayout) -> dict[Path, str]:
-        """State that this rank alone can load; anyone else's is a problem."""
+    def _opaque_keys(self, param: ParamLayout) -> dict[Path, str] | None:
+        """State that this rank alone can load; None, and a problem, if it is only others'."""
         saved = self.index.opaque.get(param.fqns[0], {})
         own = saved.get(param.signature, {})
         if saved and not own and not param.empty:
@@ -215,6 +228,7 @@ class _Planner:
                 f"resharded: saved for {'; '.join(held)}, this rank holds {param.describe()}. Load "
                 f"at the world size and wrapping of the save"
             )
+            return None
         return own
 
     def _was_absent(self, param: ParamLayout, sources: Mapping[str, str]) -> bool:
@@ -240,7 +254,8 @@ class _Planner:
 
     def _plan_leaf(
         self, number: int, param: ParamLayout, path: Path, keys: dict[str, str]
-    ) -> list[ReadItem]:
+    ) -> list[ReadItem] | None:
+        """Reads of one state of one parameter; None, and a problem, if it cannot be loaded."""
         stored = {fqn: self.index.tensors.get(key) for fqn, key in keys.items()}
         kinds = {
             "object" if s is None else "tensor" if s.size else "scalar" for s in stored.values()
@@ -252,7 +267,7 @@ class _Planner:
                 f"{label}: expected one kind and dtype for all parameters of a flat parameter, "
                 f"found {sorted(kinds)} {sorted(map(str, dtypes))} in {', '.join(keys)}"
             )
-            return []
+            return None
         kind = kinds.pop()
         if kind == "object":
             self.result.leaves.append(Leaf("object", number, param.fqns[0], path, keys))
@@ -265,7 +280,8 @@ class _Planner:
                 for item in self._read(leaf, key, known(stored[fqn]), [(None, EMPTY)])
             ]
         first = first_known(stored)
-        if param.kind == "whole" or kind == "scalar":
+        odd = len(param.fqns) == 1 and tuple(first.size) != param.shapes[0]
+        if param.kind == "whole" or kind == "scalar" or odd:
             kind = "scalar" if kind == "scalar" else "whole"
             leaf = self._leaf(kind, number, param.fqns[0], path, keys, first)
             (key,) = keys.values()
@@ -317,12 +333,15 @@ class _Planner:
         need = sum(chunk.sizes.numel() for _, chunk in wanted)
         have = sum(item.lengths.numel() for item in items)
         if need != have:
+            reason = "a part was never saved" if have < need else "saved parts overlap"
             raise CorruptCheckpointError(
-                f"{key}: expected the checkpoint to hold all elements of {tuple(storage.size)}, "
-                f"found {have} of the {need} that this rank needs: a part was never saved"
+                f"{key}: expected the checkpoint to hold all elements of {tuple(storage.size)} "
+                f"once, found {have} for the {need} that this rank needs: {reason}"
             )
         for piece, chunk in wanted:
             index = MetadataIndex(key, chunk.offsets)
+            if index in self.result.destinations:
+                raise CheckpointMismatchError(f"{key}: wanted for two values of the optimizer")
             leaf.pieces[index] = piece
             self.result.destinations[index] = (leaf, piece)
         leaf.filled += have
@@ -331,20 +350,22 @@ class _Planner:
     def _plan_user_state(self) -> list[ReadItem]:
         """State under names that are no parameter's: known to us, or to the live optimizer."""
         live = {str(n) for n in self.live.get("state", {}) if param_id(n, self.layout) is None}
-        known = live | set(self.index.info.user if self.index.info is not None else ())
+        names = live | set(self.index.info.user if self.index.info is not None else ())
         items: list[ReadItem] = []
         for name, entries in self.index.state.items():
-            if name not in known:
-                continue
-            for path, key in entries.items():
-                storage = self.index.tensors.get(key)
-                if storage is None:
-                    self.result.leaves.append(Leaf("object", None, name, path, {name: key}))
-                    items.append(object_item(key))
-                else:
-                    leaf = self._leaf("whole", None, name, path, {name: key}, storage)
-                    items += self._read(leaf, key, storage, [(None, whole_chunk(storage))])
+            if name in names and self.layout.resolve(name) is None:
+                for path, key in entries.items():
+                    items += self._plan_value(None, name, path, key)
         return items
+
+    def _plan_value(self, number: int | None, name: str, path: Path, key: str) -> list[ReadItem]:
+        """An object, or a tensor that is read whole."""
+        storage = self.index.tensors.get(key)
+        if storage is None:
+            self.result.leaves.append(Leaf("object", number, name, path, {name: key}))
+            return [object_item(key)]
+        leaf = self._leaf("whole", number, name, path, {name: key}, storage)
+        return self._read(leaf, key, storage, [(None, whole_chunk(storage))])
 
     def _check_live(
         self, number: int, param: ParamLayout, paths: set[Path], loaded: Sequence[Leaf]
@@ -378,5 +399,19 @@ class _Planner:
                         f"load into an empty dict to take it as saved"
                     )
                     leaf.kind = "skipped"
+                elif leaf.kind == "dtensor" and not _placed_alike(
+                    value, self.target.params[number]
+                ):
+                    self.problems.append(f"{label}: placed unlike the parameter")
+                    leaf.kind = "skipped"
                 else:
                     leaf.tensor, leaf.live = value.detach(), True
+
+
+def _placed_alike(value: torch.Tensor, param: torch.Tensor) -> bool:
+    return (
+        isinstance(value, DTensor)
+        and isinstance(param, DTensor)
+        and value.placements == param.placements
+        and value.device_mesh == param.device_mesh
+    )

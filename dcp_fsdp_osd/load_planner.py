@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from .errors import CheckpointMismatchError
+from .errors import CheckpointMismatchError, LayoutError
 from .fsdp import Target, describe_target
 from .load_forms import FormLoad
 from .load_state import OptimLoad
@@ -68,13 +68,15 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
 
     - ``{}``: filled on success with new tensors of the saved dtypes, none of which shares
       memory with another;
-    - ``optim.state_dict()``, or a :class:`FlatOptimState`: its tensors are loaded in place,
-      state that is not there yet is allocated, values that are no tensors are replaced
-      in the dict (so ``optim.load_state_dict`` is needed all the same).
+    - ``optim.state_dict()``, or a :class:`FlatOptimState`: the tensors of parameters' state are
+      loaded in place, state that is not there yet is allocated, everything else is replaced in
+      the dict (so ``optim.load_state_dict`` is needed all the same).
 
     Everything else in the state dict goes DCP's default way. One planner serves one ``dcp.load``
-    at a time. When ``dcp.load`` raises, a dict that was empty still is; one that was being loaded
-    in place may hold old and new tensors and is not to be used.
+    at a time. When ``dcp.load`` raises, a dict that was empty still is (on ranks that had read all
+    of theirs before another failed, it may be filled); one that was being loaded in place may hold
+    old and new tensors and is not to be used. That a stock checkpoint lacks an FQN, or that scalars
+    of one flat parameter differ, is known only after reading.
 
     Attributes:
         skipped: after a load with ``strict=False``: a line for each entry that was skipped.
@@ -139,7 +141,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         self._lock = threading.Lock()
         self._loads: dict[str, OptimLoad] = {}
         self._owner: dict[str, OptimLoad] = {}
-        self._pending: dict[str, set[ReadItem]] = {}
+        self._pending: set[ReadItem] = set()
         self._given: dict[str, Any] = {}
         self.skipped: list[str] = []
 
@@ -154,10 +156,16 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         """Find the optimizers in ``state_dict`` and in the checkpoint.  Touches no tensor."""
         if metadata is None:
             raise CheckpointMismatchError("expected the checkpoint's metadata, found none")
-        self._loads, self._owner, self._pending, self.skipped = {}, {}, {}, []
+        self._loads, self._owner, self._pending, self.skipped = {}, {}, set(), []
         for key, target in self._targets.items():
             path, value = find_optim(state_dict, key)
             optim = self._optims[key]
+            sizes = tuple(len(group["params"]) for group in optim.param_groups)
+            if sizes != tuple(map(len, target.layout.groups)):
+                raise LayoutError(
+                    f"{key}: expected param groups of {tuple(map(len, target.layout.groups))} "
+                    f"parameters, found {sizes}: make a new planner after add_param_group"
+                )
             kind = OptimLoad if value or self._form == "flat" else FormLoad
             load = kind(target, path, value, optim=optim, metadata=metadata, strict=self._strict)
             if isinstance(load, FormLoad):
@@ -181,7 +189,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             data.problems[key] = schedule.problems
             data.names[key] = load.names()
             data.saved[key] = load.saved_names()
-            self._pending[key] = set(own)
+            self._pending.update(own)
             self._owner.update((item.dest_index.fqn, load) for item in own)
             items += own
         return dataclasses.replace(plan, items=items, planner_data=data)
@@ -209,6 +217,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             raise CheckpointMismatchError(
                 "expected FlatOptimLoadPlanner on every rank, found another planner"
             )
+        skipped: list[str] = []
         for key in dict.fromkeys(key for d in data for key in d.problems):
             found: dict[str, list[int]] = {}
             for rank, d in enumerate(data):
@@ -227,21 +236,25 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
                     + "\n  ".join(lines)
                     + "\nPass strict=False to load the rest and leave these as they are"
                 )
-        plain = [dataclasses.replace(plan, planner_data=None) for plan in global_plan]
-        return super().create_global_plan(plain)
+            skipped += lines
+        told = [dataclasses.replace(plan, planner_data=skipped) for plan in global_plan]
+        return super().create_global_plan(told)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Allocate; from here on tensors may be written."""
-        plan = super().finish_plan(new_plan)
-        for key, load in self._loads.items():
-            if problems := load.schedule.problems:
-                self.skipped += problems
-                text = "\n  ".join(problems)
-                warnings.warn(f"{key}: skipped (strict=False):\n  {text}", stacklevel=2)
+        plan = super().finish_plan(dataclasses.replace(new_plan, planner_data=None))
+        self._skip(new_plan.planner_data or [])
+        for load in self._loads.values():
             load.allocate()
-            if not self._pending[key]:
-                self._finish(load)
+        if self._loads and not self._pending:
+            self._finish()
         return plan
+
+    def _skip(self, lines: list[str]) -> None:
+        self.skipped += lines
+        if lines:
+            text = "\n  ".join(lines)
+            warnings.warn(f"skipped (strict=False):\n  {text}", stacklevel=3)
 
     # ------------------------------------------------------------ reading
 
@@ -259,7 +272,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         if load is None:
             super().commit_tensor(read_item, tensor)
         else:
-            self._done(load, read_item)
+            self._done(read_item)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take an entry that is no tensor."""
@@ -268,23 +281,23 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             super().load_bytes(read_item, value)
         else:
             load.objects[read_item.dest_index.fqn] = load_object(value)
-            self._done(load, read_item)
+            self._done(read_item)
 
-    def _done(self, load: OptimLoad, item: ReadItem) -> None:
+    def _done(self, item: ReadItem) -> None:
         with self._lock:
-            for key, own in self._loads.items():
-                if own is not load:
-                    continue
-                before = len(self._pending[key])
-                self._pending[key].discard(item)
-                last = before == 1 and not self._pending[key]
-                if last:
-                    self._finish(load)
-                return
+            if item in self._pending:
+                self._pending.discard(item)
+                if not self._pending:
+                    self._finish()
 
-    def _finish(self, load: OptimLoad) -> None:
-        load.finish()
-        load.release()
+    def _finish(self) -> None:
+        """All optimizers' reads are done: check all of them, then fill all of their dicts."""
+        for load in self._loads.values():
+            load.finish()
+        for load in self._loads.values():
+            load.hand_over()
+            self._skip(load.late)
+            load.release()
 
 
 def _on(ranks: Sequence[int], world: int) -> str:

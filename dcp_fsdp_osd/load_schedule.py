@@ -46,6 +46,7 @@ class Leaf:
         filled: how many elements are read.
         tensor: where it is read to: the optimizer's own, or allocated before reading.
         live: ``tensor`` is the optimizer's own.
+        extra: lies beside ``state`` and ``param_groups``; ``path`` is below the optimizer.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Leaf:
     filled: int = 0
     tensor: torch.Tensor | None = None
     live: bool = False
+    extra: bool = False
 
 
 @dataclass

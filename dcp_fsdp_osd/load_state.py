@@ -64,6 +64,8 @@ class OptimLoad:
         self.schedule = LoadSchedule()
         self.objects: dict[str, Any] = {}
         self.scalars: dict[str, torch.Tensor] = {}
+        self.late: list[str] = []
+        self._result: dict[str, Any] = {}
         self._scalars_in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def plan(self) -> LoadSchedule:
@@ -81,6 +83,7 @@ class OptimLoad:
         ids = [n for group in self.live["param_groups"] for n in group["params"]]
         if all(isinstance(n, int) for n in ids):
             return True
+        flat = False
         for name, state in self.live["state"].items():
             number = param_id(name, self.layout)
             if number is None:
@@ -88,9 +91,13 @@ class OptimLoad:
             param = self.layout.params[number]
             for _, leaf in leaves(state):
                 plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
-                if plain and param.sharded and param.is_flat_shape(leaf.shape):
-                    return True
-        return False
+                if not plain or not param.sharded or not leaf.dim():
+                    continue
+                whole = tuple(leaf.shape) in param.shapes
+                if whole and not param.is_flat_shape(leaf.shape):
+                    return False
+                flat = flat or (not whole and param.is_flat_shape(leaf.shape))
+        return flat
 
     def names(self) -> list[str]:
         """What this rank has a use for, under any of its names."""
@@ -112,9 +119,18 @@ class OptimLoad:
             if leaf.kind == "dtensor" and leaf.param is not None:
                 leaf.tensor = empty_dtensor(self.target.params[leaf.param], leaf.dtype)
                 continue
-            leaf.tensor = empty_for_reading(leaf.shape, leaf.dtype, self._device(leaf))
+            leaf.tensor = self._empty(leaf)
             if leaf.kind == "local" and leaf.filled < leaf.tensor.numel():
                 _zero_gaps(leaf, leaf.tensor)
+
+    def _empty(self, leaf: Leaf) -> torch.Tensor:
+        """Like the parameter in memory order, which fused optimizers rely on."""
+        device = self._device(leaf)
+        if leaf.kind == "whole" and leaf.param is not None:
+            like = self.target.params[leaf.param]
+            if tuple(like.shape) == leaf.shape and not like.is_contiguous():
+                return torch.empty_like(like, dtype=leaf.dtype, device=device, requires_grad=False)
+        return empty_for_reading(leaf.shape, leaf.dtype, device)
 
     def _device(self, leaf: Leaf) -> torch.device:
         if leaf.kind == "group" or leaf.param is None:
@@ -140,8 +156,13 @@ class OptimLoad:
     # ------------------------------------------------------------ finish
 
     def finish(self) -> None:
-        """Put the state dict together; all reads are done."""
-        problems: list[str] = []
+        """Put the state dict together, all reads being done; :meth:`hand_over` then gives it.
+
+        Raises:
+            CheckpointMismatchError: what was read cannot be one optimizer's state.
+        """
+        clashes: list[str] = []
+        missing: list[str] = []
         groups = self._saved_groups()
         known = {name for members in groups.members.values() for name in members}
         for fqn, number in self.layout.ids.items():
@@ -149,22 +170,29 @@ class OptimLoad:
             if not known.intersection(names) and not any(n in self.index.state for n in names):
                 self.schedule.keep.add(number)
                 if self.index.known_groups() is None:  # else it was a problem of the plan
-                    problems.append(f"{fqn}: not in the checkpoint")
+                    missing.append(f"{fqn}: not in the checkpoint")
         new_groups = match_groups(groups, self.layout, self._now(), self.key)
-        state = self._state(new_groups, problems)
-        if problems and self.strict:
+        state = self._state(new_groups, clashes)
+        if clashes or (missing and self.strict):
             raise CheckpointMismatchError(
                 f"{self.key}: the checkpoint is not of this model and optimizer; the state that "
-                f"was loaded in place is not to be used:\n  " + "\n  ".join(problems)
+                f"was loaded in place is not to be used:\n  " + "\n  ".join(clashes + missing)
             )
+        self.late = missing
         for tensor, value in self._scalars_in_place:
             tensor.copy_(value)
         self._zero_stateless(known)
         result_groups = []
         for group, ids in zip(new_groups, self._group_ids(), strict=True):
             result_groups.append({**group, "params": ids})
-        self.value["state"] = state
-        self.value["param_groups"] = result_groups
+        self._result = {"state": state, "param_groups": result_groups}
+        for leaf in self.schedule.leaves:
+            if leaf.extra:
+                set_leaf(self._result, leaf.path, self._value(leaf, False, []))
+
+    def hand_over(self) -> None:
+        """Fill the dict that is loaded; after :meth:`finish` of all that are loaded together."""
+        self.value.update(self._result)
         mark_loaded(self.value)
 
     def _zero_stateless(self, known: set[str]) -> None:
@@ -189,6 +217,7 @@ class OptimLoad:
         self.objects.clear()
         self.scalars.clear()
         self._scalars_in_place.clear()
+        self.value, self.live, self._result = {}, {}, {}
 
     def _now(self) -> Sequence[Mapping[str, Any]]:
         groups: Sequence[Mapping[str, Any]] = self.live.get("param_groups") or self.groups
@@ -207,6 +236,7 @@ class OptimLoad:
             for path, key in options.items():
                 set_leaf(values, path, self.objects[key] if key in self.objects else tensors[key])
             members = values.pop("params", None)
+            values.pop("param_names", None)  # of the wrapping then; the current ones stay
             saved.members[group] = [str(group)] if members is None else list(members)
             saved.options[group] = values
         return saved
@@ -218,7 +248,7 @@ class OptimLoad:
         names = [n for group in self._group_ids() for n in group]
         leaves_of: dict[int | None, list[Leaf]] = {}
         for leaf in self.schedule.leaves:
-            if leaf.kind not in ("group", "skipped"):
+            if leaf.kind not in ("group", "skipped") and not leaf.extra:
                 leaves_of.setdefault(leaf.param, []).append(leaf)
         capturable = {
             number
@@ -234,17 +264,32 @@ class OptimLoad:
             elif param.empty:
                 values = self._initial(number, kept)
             else:
-                values = {} if kept is None or self.strict else dict(kept)
+                values = {} if kept is None or self.strict else _copied(kept)
                 for leaf in leaves_of.get(number, ()):
                     set_leaf(values, leaf.path, self._value(leaf, number in capturable, problems))
             if values:
                 state[names[number]] = values
+        self._restore_int_keys(state, names)
         for leaf in leaves_of.get(None, ()):
             set_leaf(state, (leaf.name, *leaf.path), self._value(leaf, False, problems))
         for key, value in old.items():
             if param_id(key, self.layout) is None and str(key) not in state:
                 state[key] = value
         return state
+
+    def _restore_int_keys(self, state: dict[Any, Any], names: Sequence[Any]) -> None:
+        """Turn the keys of mappings that had integers for keys back into integers."""
+        paths = self.index.info.int_keys if self.index.info is not None else ()
+        for fqn, *path in sorted(paths, key=len, reverse=True):  # the inner ones first
+            number = param_id(fqn, self.layout)
+            here = state.get(names[number]) if number is not None else None
+            above, step = state, names[number] if number is not None else None
+            for following in path:
+                if not isinstance(here, dict):
+                    break
+                above, step, here = here, following, here.get(following)
+            if isinstance(here, dict) and path and all(str(k).lstrip("-").isdigit() for k in here):
+                above[step] = {int(k): v for k, v in here.items()}
 
     def _initial(self, number: int, kept: Any) -> Any:
         """What an optimizer that makes its state early has for a parameter without elements."""
@@ -272,6 +317,11 @@ class OptimLoad:
         if isinstance(value, torch.Tensor) and leaf.param is not None and capturable:
             value = value.to(self.target.devices[leaf.param])
         return value
+
+
+def _copied(value: Any) -> Any:
+    """A copy of nested dicts that shares all other values."""
+    return {k: _copied(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _plain(value: Any) -> Any:

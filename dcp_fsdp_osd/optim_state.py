@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from .errors import CheckpointMismatchError, LayoutError
 from .layout import FlatLayout, ParamLayout, Piece
-from .tree import Path, digest, dotted, leaves
+from .tree import Path, digest, dotted, holds_tensor, int_mappings, leaves
 
 __all__ = [
     "FlatOptimState",
@@ -62,12 +62,16 @@ class SavedInfo:
         user: names in ``state`` that are no parameter's.
         absent: key -> intervals of elements for which a rank had no state (zeros are stored).
         opaque: key of per-rank state -> the part of the model that its rank held.
+        odd: keys of whole tensors that do not have their parameter's shape.
+        int_keys: paths below ``state`` of mappings whose keys are integers.
     """
 
     groups: Sequence[Sequence[str]] = ()
     user: Sequence[str] = ()
     absent: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
     opaque: Mapping[str, str] = field(default_factory=dict)
+    odd: Sequence[str] = ()
+    int_keys: Sequence[Sequence[str]] = ()
 
     @staticmethod
     def pack(infos: Mapping[str, SavedInfo]) -> tuple[str, str]:
@@ -99,6 +103,8 @@ class SaveEntries:
         groups: this rank's param groups, in its order.
         user: names in ``state`` that are no parameter's.
         opaque: path of per-rank state -> what part of the model it is of.
+        opaque_of: keys that this state would have if it were no per-rank state.
+        odd, int_keys: as in :class:`SavedInfo`.
     """
 
     plain: dict[Path, Any] = field(default_factory=dict)
@@ -110,6 +116,9 @@ class SaveEntries:
     groups: list[GroupInfo] = field(default_factory=list)
     user: list[str] = field(default_factory=list)
     opaque: dict[Path, str] = field(default_factory=dict)
+    opaque_of: list[str] = field(default_factory=list)
+    odd: list[str] = field(default_factory=list)
+    int_keys: list[Path] = field(default_factory=list)
 
 
 def is_flattened(state_dict: Mapping[str, Any]) -> bool:
@@ -125,7 +134,8 @@ def opaque_prefix(key: Path) -> Path:
 
 
 def save_entries(state_dict: Mapping[str, Any], layout: FlatLayout, key: Path) -> SaveEntries:
-    """Take an optimizer state dict apart.  Tensors are referenced, never copied.
+    """Take an optimizer state dict apart.  Tensors are referenced; only a flat piece that is not
+    contiguous is copied.
 
     Args:
         state_dict: of ``optim.state_dict()``, flat; or with FQNs for keys and DTensor,
@@ -143,28 +153,56 @@ def save_entries(state_dict: Mapping[str, Any], layout: FlatLayout, key: Path) -
         )
     entries = SaveEntries()
     _save_groups(state_dict["param_groups"], layout, key, entries)
-    stateful = set()
-    for name, state in state_dict["state"].items():
-        number = param_id(name, layout)
-        if number is None:
-            entries.user.append(str(name))
-            for path, value in leaves(state, (*key, "state", str(name))):
-                entries.plain[path] = value
-            continue
-        param = layout.params[number]
-        found = False
-        for path, value in leaves(state) if not param.empty else ():
-            found = True
-            _save_leaf(param, path, value, key, entries)
-        if found:
-            stateful.add(number)
-    for number, param in enumerate(layout.params):
+    for name, value in state_dict.items():  # a subclass's own
+        if name not in ("state", "param_groups"):
+            entries.plain.update(leaves(value, (*key, str(name))))
+    stateful = _save_states(state_dict["state"], layout, key, entries)
+    for param in layout.params:
         for segment in param.segments:
             if segment.order is not None:
                 entries.orders[segment.fqn] = segment.order
-            if number not in stateful and segment.numel:
+            if segment.fqn not in stateful and segment.numel:
                 entries.stateless[segment.fqn] = [(segment.start, segment.stop)]
     return entries
+
+
+def _save_states(
+    states: Mapping[Any, Any], layout: FlatLayout, key: Path, entries: SaveEntries
+) -> Mapping[str, Any]:
+    """Take ``state`` apart; returns the FQNs that have any."""
+    stateful: dict[str, Any] = {}
+    for name, state in states.items():
+        param = _param_of(name, layout)
+        if param is None:
+            entries.user.append(str(name))
+            entries.plain.update(leaves(state, (*key, "state", str(name))))
+            entries.int_keys += int_mappings(state, (str(name),))
+            continue
+        for fqn in param.fqns:
+            if fqn in stateful:
+                raise LayoutError(
+                    f"{dotted(key)}: expected one state per parameter, found that {name!r} and "
+                    f"{stateful[fqn]!r} are both of {fqn!r}"
+                )
+        found = list(leaves(state)) if not param.empty else []
+        for path, value in found:
+            _save_leaf(param, path, value, key, entries)
+        if found:
+            stateful.update(dict.fromkeys(param.fqns, name))
+            entries.int_keys += [p for fqn in param.fqns for p in int_mappings(state, (fqn,))]
+    return stateful
+
+
+def _param_of(name: Any, layout: FlatLayout) -> ParamLayout | None:
+    """The parameter that ``name`` has state of; an FQN within a flat parameter on its own."""
+    number = param_id(name, layout)
+    if number is None:
+        return None
+    param = layout.params[number]
+    if not isinstance(name, str) or len(param.fqns) == 1:
+        return param
+    fqn = layout.resolve(name) or name
+    return ParamLayout((fqn,), (layout.shape_of(fqn),), "named", sharded=True)
 
 
 def param_id(name: Any, layout: FlatLayout) -> int | None:
@@ -195,7 +233,8 @@ def _save_groups(groups: Any, layout: FlatLayout, key: Path, entries: SaveEntrie
         for name, value in group.items():
             if name == "params":
                 continue
-            options[str(name)] = digest(value)
+            if name != "param_names":  # as the wrapping has them; no option
+                options[str(name)] = digest(value)
             entries.plain.update(leaves(value, (*prefix, str(name))))
         params: Path = (*prefix, "params")
         entries.plain[params] = fqns
@@ -208,23 +247,37 @@ def _save_groups(groups: Any, layout: FlatLayout, key: Path, entries: SaveEntrie
 
 
 def _save_leaf(param: ParamLayout, path: Path, value: Any, key: Path, entries: SaveEntries) -> None:
+    is_tensor = isinstance(value, torch.Tensor)
     distributed = isinstance(value, DTensor | ShardedTensor)
-    if not isinstance(value, torch.Tensor) or distributed or not value.dim():
+    opaque = param.sharded and not is_tensor and holds_tensor(value)
+    if distributed or (is_tensor and not value.dim()) or not (is_tensor or opaque):
         for fqn in param.fqns:  # a scalar of a flat parameter is one of each of its FQNs
             entries.plain[_state_path(key, fqn, path)] = value
-    elif param.is_flat_shape(value.shape):
+    elif not opaque and param.is_flat_shape(value.shape):
         local = value.detach()
         local = local if local.is_contiguous() else local.contiguous()
         for segment in param.segments:
             if segment.numel or not _numel(segment.shape):
                 name = _state_path(key, segment.fqn, path)
                 entries.pieces[name] = (segment.shape, local, list(segment.pieces()))
-    elif len(param.fqns) == 1 and (not param.sharded or tuple(value.shape) == param.shapes[0]):
-        entries.plain[_state_path(key, param.fqns[0], path)] = value
+    elif not opaque and (
+        len(param.fqns) == 1 and (not param.sharded or tuple(value.shape) == param.shapes[0])
+    ):
+        name = _state_path(key, param.fqns[0], path)
+        entries.plain[name] = value
+        if tuple(value.shape) != param.shapes[0]:
+            entries.odd.append(dotted(name))
+    elif param.kind == "named":
+        raise LayoutError(
+            f"{dotted(_state_path(key, param.fqns[0], path))}: expected a whole tensor of shape "
+            f"{param.shapes[0]}, a DTensor or a ShardedTensor under a parameter's name, found "
+            f"{tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__}"
+        )
     else:
         name = _opaque_path(key, param, path)
         entries.plain[name] = value
         entries.opaque[name] = param.describe()
+        entries.opaque_of.append(dotted(_state_path(key, param.fqns[0], path)))
 
 
 def _state_path(key: Path, fqn: str, path: Path) -> Path:
@@ -323,7 +376,8 @@ def _as_saved(saved: Any, cast: Any) -> Any:
     put a tensor stays.
     """
     if isinstance(saved, Mapping) and isinstance(cast, Mapping):
-        return {k: _as_saved(v, cast[k]) if k in cast else v for k, v in saved.items()}
+        restored = {k: _as_saved(v, cast[k]) if k in cast else v for k, v in saved.items()}
+        return {**cast, **restored}
     if isinstance(saved, torch.Tensor) and isinstance(cast, torch.Tensor):
         return cast if cast.dtype == saved.dtype else saved.to(cast.device)
     return cast if isinstance(cast, torch.Tensor) else saved

@@ -5,9 +5,12 @@ Pure.  Groups are never matched by number: a saved group is the set of its FQNs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from .errors import CheckpointMismatchError, LayoutError
 from .layout import FlatLayout
@@ -38,6 +41,7 @@ def merge_groups(ranks: Sequence[Sequence[GroupInfo]], key: str) -> list[MergedG
         LayoutError: ranks give one FQN different options; lists FQN, option and ranks.
     """
     merged: list[MergedGroup] = []
+    alike: dict[frozenset[tuple[str, str]], list[int]] = {}
     place: dict[str, int] = {}
     conflicts: list[str] = []
     for rank, groups in enumerate(ranks):
@@ -45,15 +49,13 @@ def merge_groups(ranks: Sequence[Sequence[GroupInfo]], key: str) -> list[MergedG
             homes = sorted({place[fqn] for fqn in group.fqns if fqn in place})
             for home in homes:
                 conflicts += _differing(merged[home], group, rank)
+            options = frozenset(group.options.items())
             if not homes and rank > 0:
-                near = [number, *range(len(merged))]
-                homes = [
-                    i
-                    for i in near
-                    if i < len(merged) and dict(merged[i].options) == dict(group.options)
-                ][:1]
+                equal = alike.get(options, [])
+                homes = [number] if number in equal else equal[:1]
             if not homes:
                 homes = [len(merged)]
+                alike.setdefault(options, []).append(len(merged))
                 merged.append(MergedGroup(rank, number, [], group.options))
             for fqn in group.fqns:
                 if fqn not in place:
@@ -126,12 +128,16 @@ def match_groups(
             sources = {empty.pop(0): None}
         taken: dict[str, Any] = {}
         for source in sources:
-            options = saved.options.get(source, {})
+            theirs = saved.options.get(source, {})
             first = next(iter(sources))
             if source != first:
                 conflicts += _clash(number, first, source, saved)
-            taken.update({k: v for k, v in options.items() if k not in taken})
-        result.append({**{k: v for k, v in now.items() if k != "params"}, **taken})
+            taken.update({k: v for k, v in theirs.items() if k not in taken})
+        for name, value in taken.items():
+            if isinstance(value, torch.Tensor) and isinstance(now.get(name), torch.Tensor):
+                taken[name] = value.to(now[name].device)
+        options = {**{k: v for k, v in now.items() if k != "params"}, **taken}
+        result.append(copy.deepcopy(options))  # nothing is shared with another group, or is live
     if conflicts:
         raise CheckpointMismatchError(
             f"{key}: expected one value for each option of a param group, found that groups with "

@@ -22,7 +22,15 @@ from .errors import LayoutError
 from .layout import Segment
 from .optim_state import GroupInfo
 
-__all__ = ["Report", "check_scalars", "complement", "fill_holes", "share_out", "tensor_data"]
+__all__ = [
+    "Report",
+    "check_kinds",
+    "check_scalars",
+    "complement",
+    "fill_holes",
+    "share_out",
+    "tensor_data",
+]
 
 _ZEROS_AT_ONCE = 4 * 1024 * 1024  # elements of a box of zeros: bounds what resolve_data allocates
 
@@ -37,6 +45,9 @@ class Report:
     groups: list[GroupInfo] = field(default_factory=list)
     user: list[str] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)
+    opaque_of: list[str] = field(default_factory=list)
+    odd: list[str] = field(default_factory=list)
+    int_keys: list[list[str]] = field(default_factory=list)
     scalars: dict[str, str] = field(default_factory=dict)  # key -> digest
 
 
@@ -60,6 +71,26 @@ def check_scalars(key: str, reports: Sequence[Report]) -> None:
         raise LayoutError(
             f"{key}: expected scalar state to be the same on every rank that has it, found "
             f"{len(differ)} that differ:\n  " + "\n  ".join(differ)
+        )
+
+
+def check_kinds(key: str, reports: Sequence[Report]) -> None:
+    """One state must be cut like its parameter on all ranks or on none."""
+    cut: dict[str, list[int]] = defaultdict(list)
+    other: dict[str, list[int]] = defaultdict(list)
+    for rank, report in enumerate(reports):
+        for name in report.pieces:
+            cut[name].append(rank)
+        for name in [*report.opaque_of, *report.scalars]:
+            other[name].append(rank)
+    mixed = [
+        f"{name}: like the parameter's local piece on ranks {cut[name]}, not so on {other[name]}"
+        for name in sorted(cut.keys() & other.keys())
+    ]
+    if mixed:
+        raise LayoutError(
+            f"{key}: expected state to have the shape of the local piece on all ranks or on none, "
+            f"found:\n  " + "\n  ".join(mixed)
         )
 
 
@@ -112,7 +143,8 @@ def fill_holes(
         raise LayoutError(
             f"{key}: expected every element on a rank that takes part in the save, found none "
             f"that holds:\n  " + "\n  ".join(lost) + "\nCall dcp.save on all ranks of the FSDP "
-            "process group"
+            "process group, with collectives; or a rank lacks this state but has other state of "
+            "the same parameter"
         )
     if absent:
         warnings.warn(

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.tensor import DTensor
 
 from .errors import LayoutError
 from .fsdp import describe_target
@@ -42,8 +43,8 @@ from .optim_state import (
     without_guard,
 )
 from .param_groups import merge_groups
-from .save_agree import Report, check_scalars, fill_holes, share_out, tensor_data
-from .tree import Path, digest_scalars, dotted, find_optim, with_optim_removed
+from .save_agree import Report, check_kinds, check_scalars, fill_holes, share_out, tensor_data
+from .tree import Path, digest, digest_scalars, dotted, find_optim, with_optim_removed
 
 __all__ = ["FlatOptimSavePlanner"]
 
@@ -170,10 +171,22 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
             groups=entries.groups,
             user=entries.user,
             opaque={dotted(path): text for path, text in entries.opaque.items()},
+            opaque_of=entries.opaque_of,
+            odd=entries.odd,
+            int_keys=[[str(step) for step in path] for path in entries.int_keys],
             scalars=digest_scalars(
-                {p: v for p, v in entries.plain.items() if p[depth] != "param_groups"}
+                {
+                    p: v
+                    for p, v in entries.plain.items()
+                    if p[depth] != "param_groups" and p not in entries.opaque
+                }
             ),
         )
+        users = set(entries.user)
+        for where, value in entries.plain.items():  # belongs to no rank: the same everywhere
+            plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if plain and where[depth] == "state" and where[depth + 1] in users:
+                report.scalars[dotted(where)] = digest(value)
         for path, value in entries.plain.items():
             self._claim(path)
             self.state_dict[dotted(path)] = value
@@ -226,6 +239,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         infos: dict[str, SavedInfo] = {}
         for key in dict.fromkeys(key for d in data for key in d.reports):
             reports = [d.reports.get(key, Report()) for d in data]
+            check_kinds(key, reports)
             check_scalars(key, reports)
             groups = self._plan_groups(key, reports, plans, finals)
             absent = fill_holes(key, reports, plans)
@@ -234,6 +248,10 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
                 user=sorted({name for r in reports for name in r.user}),
                 absent=absent,
                 opaque={k: v for r in reports for k, v in r.opaque.items()},
+                odd=sorted({name for r in reports for name in r.odd}),
+                int_keys=[
+                    list(p) for p in dict.fromkeys(tuple(p) for r in reports for p in r.int_keys)
+                ],
             )
         plans = share_out(plans, to_lowest=self.dedup_save_to_lowest_rank)
         global_plan, metadata = super().create_global_plan(plans)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import itertools
 import pickle
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
 
 from .errors import LayoutError
 
@@ -19,6 +21,8 @@ __all__ = [
     "digest_scalars",
     "dotted",
     "find_optim",
+    "holds_tensor",
+    "int_mappings",
     "leaves",
     "set_leaf",
     "with_optim_removed",
@@ -38,7 +42,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     Mappings are entered, lists only where a tensor or a mapping lies in them
     (``torch.distributed.checkpoint._nested_dict.flatten_state_dict``).
     """
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and (value or not path):  # an empty one is a value
         for name, item in value.items():
             yield from leaves(item, (*path, str(name)))
     elif isinstance(value, list) and any(_holds_state(item) for item in value):
@@ -46,6 +50,24 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from leaves(item, (*path, i))
     else:
         yield path, value
+
+
+def int_mappings(value: Any, path: Path = ()) -> Iterator[Path]:
+    """Paths of the mappings in ``value`` whose keys are integers, which a path turns into text."""
+    if isinstance(value, Mapping):
+        if value and all(type(name) is int for name in value):
+            yield path
+        for name, item in value.items():
+            yield from int_mappings(item, (*path, str(name)))
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a tensor with elements of its own (no scalar) lies in nested containers."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0
+    if isinstance(value, Mapping):
+        return any(map(holds_tensor, value.values()))
+    return isinstance(value, list | tuple | set) and any(map(holds_tensor, value))
 
 
 def _holds_state(value: Any) -> bool:
@@ -61,11 +83,12 @@ def set_leaf(root: dict[Any, Any], path: Path, value: Any) -> None:
         empty: Any = [] if isinstance(following, int) else {}
         if isinstance(step, int):
             here.extend([None] * (step + 1 - len(here)))
-            if here[step] is None:
-                here[step] = empty
-            here = here[step]
+            there = here[step]
         else:
-            here = here.setdefault(step, empty)
+            there = here.get(step)
+        if not isinstance(there, type(empty)):
+            there = here[step] = empty
+        here = there
     last = path[-1]
     if isinstance(last, int):
         here.extend([None] * (last + 1 - len(here)))
@@ -77,15 +100,17 @@ def digest(value: Any) -> str:
     return hashlib.sha256(_canonical(value)).hexdigest()[:16]
 
 
-def _canonical(value: Any) -> bytes:
+def _canonical(value: Any) -> bytes:  # noqa: PLR0911
     # Not pickle for all: its bytes depend on which parts are the same object.
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu().contiguous()
-        data = plain.reshape(-1).view(torch.uint8) if plain.numel() else plain.reshape(-1)
-        return f"{plain.dtype}{tuple(plain.shape)}".encode() + bytes(data.tolist())
+        data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
+        return f"{plain.dtype}{tuple(plain.shape)}".encode() + data
     if isinstance(value, Mapping):
         items = (_canonical(k) + b":" + _canonical(v) for k, v in value.items())
-        return b"{" + b",".join(items) + b"}"
+        return b"{" + b",".join(sorted(items)) + b"}"
+    if isinstance(value, set | frozenset):
+        return b"set" + b",".join(sorted(map(_canonical, value)))
     if isinstance(value, list | tuple):
         return type(value).__name__.encode() + b"[" + b",".join(map(_canonical, value)) + b"]"
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
@@ -93,14 +118,14 @@ def _canonical(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception:  # what cannot be pickled is refused where it is written
-        return repr(value).encode()
+        return f"unpicklable {type(value).__qualname__}".encode()
 
 
 def digest_scalars(values: Mapping[Path, Any]) -> dict[str, str]:
     """Digests of the small values among ``values``, by key; one transfer per device and dtype."""
     batches: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
     for value in values.values():
-        if isinstance(value, torch.Tensor) and not value.dim():
+        if _is_scalar(value):
             batches.setdefault((value.device, value.dtype), {})[id(value)] = value.detach()
     digests: dict[int, str] = {}
     for tensors in batches.values():
@@ -113,6 +138,10 @@ def digest_scalars(values: Mapping[Path, Any]) -> dict[str, str]:
         elif not isinstance(value, torch.Tensor | ShardedTensor):
             result[dotted(path)] = digest(value)
     return result
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not value.dim()
 
 
 def find_optim(state_dict: Mapping[str, Any], key: str) -> tuple[tuple[str, ...], dict[str, Any]]:
