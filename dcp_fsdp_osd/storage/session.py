@@ -13,7 +13,6 @@ from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats, retrying
 __all__ = ["Session", "accepts", "make_session"]
 
 T = TypeVar("T")
-_LOCAL_THREADS = 4
 _REMOTE_THREADS = 16
 
 
@@ -89,8 +88,12 @@ def make_session(
     fsync: bool,
     concurrency: int | None,
     retry: RetryPolicy,
+    local_threads: int = 4,
 ) -> Session:
-    """The session that the arguments of a reader or writer describe.  Opens nothing."""
+    """The session that the arguments of a reader or writer describe.  Opens nothing.
+
+    `local_threads` is the concurrency for a local path where none is given.
+    """
     url = "" if path_or_url is None else os.fspath(path_or_url)
     return Session(
         StoreConfig(
@@ -99,7 +102,7 @@ def make_session(
             options=dict(storage_options or {}),
             stall_seconds=stall_seconds,
             fsync=fsync,
-            concurrency=concurrency or (_REMOTE_THREADS if "://" in url else _LOCAL_THREADS),
+            concurrency=concurrency or (_REMOTE_THREADS if "://" in url else local_threads),
         ),
         retry,
     )

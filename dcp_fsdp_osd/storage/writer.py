@@ -29,6 +29,9 @@ from dcp_fsdp_osd.storage.transfer import Budget, InOrder, Pool, RetryPolicy, St
 
 __all__ = ["StreamingWriter"]
 
+_LOCAL_PART = 32 << 20
+_REMOTE_PART = 8 << 20
+_LOCAL_THREADS = 2  # one writes while the other's part is hashed
 _FILE_BYTES = 64 << 20  # a rank begins a second file when it has about this much for each
 
 
@@ -65,8 +68,9 @@ class StreamingWriter(StorageWriter):
     Args:
         path_or_url: the checkpoint's folder.  May be None when DCP is given a ``checkpoint_id``.
         overwrite: replace an existing checkpoint; by default one that exists is an error.
-        concurrency: threads that write; by default 4 for local paths and 16 for URLs.
-        part_size: bytes of one write or multipart part, rounded down to a multiple of 64.
+        concurrency: threads that write; by default 2 for local paths and 16 for URLs.
+        part_size: bytes of one write or multipart part, rounded down to a multiple of 64; by
+            default 32 MiB for local paths (fewer hand-overs between threads) and 8 MiB for URLs.
         max_inflight_bytes: bound of the buffers held by this rank: staging copies of tensors that
             are not contiguous CPU memory, and the client's copies.  Tensors' own memory and
             objects that only ``torch.save`` can write are not buffers.
@@ -93,7 +97,7 @@ class StreamingWriter(StorageWriter):
         *,
         overwrite: bool = False,
         concurrency: int | None = None,
-        part_size: int = 8 << 20,
+        part_size: int | None = None,
         max_inflight_bytes: int = 256 << 20,
         checksum: bool = True,
         backend: Backend = "auto",
@@ -104,7 +108,8 @@ class StreamingWriter(StorageWriter):
         retry: RetryPolicy | None = None,
     ) -> None:
         super().__init__()
-        if part_size < 1 or max_inflight_bytes < 1 or (concurrency is not None and concurrency < 1):
+        given = (part_size, max_inflight_bytes, concurrency)
+        if any(number is not None and number < 1 for number in given):
             raise ValueError("part_size, max_inflight_bytes and concurrency must be positive")
         self._make_session = partial(
             make_session,
@@ -113,6 +118,7 @@ class StreamingWriter(StorageWriter):
             stall_seconds=stall_seconds,
             fsync=fsync,
             concurrency=concurrency,
+            local_threads=_LOCAL_THREADS,
             retry=retry or RetryPolicy(),
         )
         self._session = self._make_session(path_or_url)
@@ -352,12 +358,14 @@ class StreamingWriter(StorageWriter):
         """How many files at once, how many parts of each, and the part size, so that all buffers
         fit into the memory limit; `largest` is the size that one file could have.
         """
+        default = _REMOTE_PART if "://" in self._session.url else _LOCAL_PART
         most = 0
         for files, parallel in ((4, 4), (2, 4), (1, 4), (1, 2), (1, 1)):
             # A part is being filled and, staged, its copy; the store holds those that it sends.
             held = files * (parallel + 1) if limits.sends_parts else 0
             most = self._max_inflight // (1 + limits.write_copies + held)
-            part = max(min(self._part_size, most), limits.min_part)
+            wanted = self._part_size or default
+            part = max(min(wanted, most), limits.min_part)
             part = max(part, -(-2 * largest // limits.max_parts))
             part = max(part - part % 64, 64)
             if part <= max(most, 64):
