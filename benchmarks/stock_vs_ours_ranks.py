@@ -337,6 +337,7 @@ def main(folder: str, rank: int, world: int) -> None:
         traceback.print_exc()
         os._exit(1)  # the other ranks wait in a collective: the parent ends them
     dist.destroy_process_group()
+    os._exit(0)  # torch 2.13's FSDP1 on gloo now and then aborts in the interpreter's own exit
 
 
 if __name__ == "__main__":

