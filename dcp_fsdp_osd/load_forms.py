@@ -10,14 +10,12 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from .errors import CorruptCheckpointError
 from .geometry import Box
 from .layout import Piece
 from .load_plan import check_params
-from .load_schedule import Leaf, LoadSchedule, object_item, whole_chunk
+from .load_schedule import Leaf, LoadSchedule, covering_reads, object_item, whole_chunk
 from .load_state import OptimLoad, empty_dtensor
 from .memory import empty_for_reading
 from .tree import set_leaf
@@ -90,15 +88,7 @@ class FormLoad(OptimLoad):
         index = MetadataIndex(leaf.name, chunk.offsets)
         leaf.pieces[index] = piece
         self.schedule.destinations[index] = (leaf, None)
-        items = create_read_items_for_chunk_list(leaf.name, storage, [chunk])
-        leaf.filled = sum(item.lengths.numel() for item in items)
-        if leaf.filled != chunk.sizes.numel():
-            raise CorruptCheckpointError(
-                f"{leaf.name}: expected the checkpoint to hold all elements of "
-                f"{leaf.shape}, found {leaf.filled} of the {chunk.sizes.numel()} that this rank "
-                f"needs: a part was never saved"
-            )
-        self.schedule.items += items
+        self.schedule.items += covering_reads(leaf.name, storage, [chunk])
 
     def allocate(self) -> None:
         for leaf in self.schedule.leaves:

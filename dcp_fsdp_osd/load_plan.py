@@ -18,17 +18,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
 from .checkpoint_index import CheckpointIndex
-from .errors import CheckpointMismatchError, CorruptCheckpointError
+from .errors import CheckpointMismatchError
 from .fsdp import Target
 from .layout import ParamLayout, Piece
 from .load_schedule import (
     EMPTY,
     Leaf,
     LoadSchedule,
+    covering_reads,
     factored_shapes,
     first_known,
     known,
@@ -329,22 +329,14 @@ class _Planner:
         wanted: Sequence[tuple[Piece | None, ChunkStorageMetadata]],
     ) -> list[ReadItem]:
         """Reads of ``wanted`` boxes of a saved tensor; the saved boxes must cover them."""
-        items = create_read_items_for_chunk_list(key, storage, [chunk for _, chunk in wanted])
-        need = sum(chunk.sizes.numel() for _, chunk in wanted)
-        have = sum(item.lengths.numel() for item in items)
-        if need != have:
-            reason = "a part was never saved" if have < need else "saved parts overlap"
-            raise CorruptCheckpointError(
-                f"{key}: expected the checkpoint to hold all elements of {tuple(storage.size)} "
-                f"once, found {have} for the {need} that this rank needs: {reason}"
-            )
+        items = covering_reads(key, storage, [chunk for _, chunk in wanted])
         for piece, chunk in wanted:
             index = MetadataIndex(key, chunk.offsets)
             if index in self.result.destinations:
                 raise CheckpointMismatchError(f"{key}: wanted for two values of the optimizer")
             leaf.pieces[index] = piece
             self.result.destinations[index] = (leaf, piece)
-        leaf.filled += have
+        leaf.filled += sum(item.lengths.numel() for item in items)
         return items
 
     def _plan_user_state(self) -> list[ReadItem]:

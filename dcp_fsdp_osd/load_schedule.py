@@ -12,8 +12,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from .errors import CheckpointMismatchError
+from .errors import CheckpointMismatchError, CorruptCheckpointError
 from .layout import Piece
 from .tree import Path
 
@@ -21,6 +22,7 @@ __all__ = [
     "EMPTY",
     "Leaf",
     "LoadSchedule",
+    "covering_reads",
     "factored_shapes",
     "first_known",
     "known",
@@ -94,6 +96,26 @@ def factored_shapes(sizes: set[tuple[int, ...]], shape: tuple[int, ...]) -> bool
         len(size) == len(shape) and all(s in (1, n) for s, n in zip(size, shape, strict=True))
         for size in sizes
     )
+
+
+def covering_reads(
+    key: str, storage: TensorStorageMetadata, chunks: list[ChunkStorageMetadata]
+) -> list[ReadItem]:
+    """The reads that fill ``chunks`` of a saved tensor.
+
+    Raises:
+        CorruptCheckpointError: the saved chunks do not hold each of their elements once.
+    """
+    items: list[ReadItem] = create_read_items_for_chunk_list(key, storage, chunks)
+    need = sum(chunk.sizes.numel() for chunk in chunks)
+    have = sum(item.lengths.numel() for item in items)
+    if need != have:
+        reason = "a part was never saved" if have < need else "saved parts overlap"
+        raise CorruptCheckpointError(
+            f"{key}: expected the checkpoint to hold all elements of {tuple(storage.size)} "
+            f"once, found {have} for the {need} that this rank needs: {reason}"
+        )
+    return items
 
 
 def whole_chunk(storage: TensorStorageMetadata) -> ChunkStorageMetadata:
