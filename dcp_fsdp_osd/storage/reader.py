@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,8 +40,10 @@ class StreamingReader(StorageReader):
     Call order and ownership are those of ``torch.distributed.checkpoint.storage.StorageReader``:
     pass it to ``dcp.load`` with any planner.  Only the byte ranges that the plan needs are read, in
     parallel, into the destination's own memory where that is contiguous CPU memory of the saved
-    dtype.  Planner methods are called from the thread that DCP calls us in, one at a time, each
-    item's ``commit_tensor`` as soon as it is complete and verified.  When reading fails and the
+    dtype.  Planner methods are called from the thread that DCP calls us in, one at a time: an
+    item's ``resolve_tensor`` when its first bytes are about to be requested (at most twice
+    `concurrency` requests of 8 MiB are under way or waiting), its ``commit_tensor`` as soon as it
+    is complete and verified, which is about in the order of the files.  When reading fails and the
     planner has a method ``on_read_error(error)``, it is called at once.
 
     Args:
@@ -165,8 +168,20 @@ class StreamingReader(StorageReader):
         self._session.rank = kwargs.get("rank") or 0
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return plan
+        """The plan, with what a planner that shares reads between ranks may want to know.
+
+        ``storage_data`` becomes ``{"dcp_fsdp_osd": {...}}``, of plain types only: ``reads_parts``
+        (part of an entry costs about its own bytes, wherever it lies), ``reports_errors`` (the
+        planner's ``on_read_error`` is called), ``url`` (without secrets), ``remote`` (not the
+        local file system).
+        """
+        about = {
+            "reads_parts": True,
+            "reports_errors": True,
+            "url": self._session.url,
+            "remote": not self._session.is_local,
+        }
+        return replace(plan, storage_data={"dcp_fsdp_osd": about})
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The plans as they are."""

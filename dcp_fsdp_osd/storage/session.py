@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from dcp_fsdp_osd.errors import StorageError
-from dcp_fsdp_osd.storage.store import Backend, Store, StoreConfig, display_url, open_store
+from dcp_fsdp_osd.storage.store import (
+    Backend,
+    Store,
+    StoreConfig,
+    display_url,
+    is_local,
+    open_store,
+)
 from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats, retrying
 
 __all__ = ["Session", "accepts", "make_session"]
@@ -39,6 +46,11 @@ class Session:
     def url(self) -> str:
         """The path or URL, fit to be shown."""
         return display_url(self.config.url)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is the local (or a mounted) file system."""
+        return is_local(self.config.url)
 
     @property
     def store(self) -> Store:
@@ -102,7 +114,7 @@ def make_session(
             options=dict(storage_options or {}),
             stall_seconds=stall_seconds,
             fsync=fsync,
-            concurrency=concurrency or (_REMOTE_THREADS if "://" in url else local_threads),
+            concurrency=concurrency or (local_threads if is_local(url) else _REMOTE_THREADS),
         ),
         retry,
     )

@@ -34,6 +34,7 @@ __all__ = [
     "causes",
     "check_name",
     "display_url",
+    "is_local",
     "join",
     "open_store",
     "redact",
@@ -167,17 +168,16 @@ def open_store(config: StoreConfig) -> Store:
     """
     if callable(config.backend):
         return config.backend(config)
-    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.\-]*)://", config.url)
     backend = config.backend
     if backend not in ("auto", "fsspec", "local", "obstore"):
         raise StorageError(
             f"backend={backend!r} is unknown; expected 'auto', 'local', 'fsspec' or 'obstore'"
         )
-    is_local = scheme is None or scheme[1] in ("file", "local")
-    if backend == "local" or (backend == "auto" and is_local):
+    here = is_local(config.url)
+    if backend == "local" or (backend == "auto" and here):
         from dcp_fsdp_osd.storage.local_store import LocalStore
 
-        if not is_local:
+        if not here:
             raise StorageError(f"backend='local' takes a path, not the URL {config.url!r}")
         return LocalStore(config)
     if backend in ("auto", "obstore"):
@@ -238,6 +238,12 @@ def redact(text: str, options: Mapping[str, Any]) -> str:
 def display_url(path: str | os.PathLike[str]) -> str:
     """A path or URL as text that may be shown."""
     return redact(os.fspath(path), {})
+
+
+def is_local(url: str) -> bool:
+    """Whether it is a path or URL of the local (or a mounted) file system."""
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.\-]*)://", url)
+    return scheme is None or scheme[1] in ("file", "local")
 
 
 def join(url: str, folder: str) -> str:

@@ -358,7 +358,7 @@ class StreamingWriter(StorageWriter):
         """How many files at once, how many parts of each, and the part size, so that all buffers
         fit into the memory limit; `largest` is the size that one file could have.
         """
-        default = _REMOTE_PART if "://" in self._session.url else _LOCAL_PART
+        default = _LOCAL_PART if self._session.is_local else _REMOTE_PART
         most = 0
         for files, parallel in ((4, 4), (2, 4), (1, 4), (1, 2), (1, 1)):
             # A part is being filled and, staged, its copy; the store holds those that it sends.

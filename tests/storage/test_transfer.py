@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter
@@ -203,6 +204,28 @@ def test_the_planner_hears_of_a_failed_read_at_once(saved: Path) -> None:
     with pytest.raises(CheckpointException, match="bad sector"):
         dcp.load({}, storage_reader=StreamingReader(saved, backend=script.store), planner=planner)
     assert len(planner.errors) == 1 and not planner.committed
+
+
+@pytest.mark.parametrize(
+    ("url", "shown", "remote"),
+    [
+        ("{folder}", "{folder}", False),
+        ("file://{folder}", "file://{folder}", False),
+        ("s3://me:s3cr3t@bucket/c", "s3://***@bucket/c", True),
+    ],
+)
+def test_what_a_reader_tells_planners(tmp_path: Path, url: str, shown: str, remote: bool) -> None:
+    reader = StreamingReader(url.format(folder=tmp_path))
+    plan = reader.prepare_local_plan(LoadPlan([], storage_data="somebody's", planner_data="kept"))
+    assert pickle.loads(pickle.dumps(plan.storage_data)) == {
+        "dcp_fsdp_osd": {
+            "reads_parts": True,
+            "reports_errors": True,
+            "url": shown.format(folder=tmp_path),
+            "remote": remote,
+        }
+    }
+    assert plan.planner_data == "kept"
 
 
 def test_a_pool_reports_the_first_error_and_stops() -> None:
