@@ -108,6 +108,7 @@ class Fetcher:
         self._scratch = ScratchPool(self._limit, max_inflight // self._limit + 1)
         self._entries: list[Entry] = []
         self._items: list[Item] = []
+        self._first: list[tuple[str, Segment]] = []  # what is read before all else
         self._sizes: dict[str, int] = {}  # of files with large entries
 
     def run(self, reads: Sequence[ReadItem]) -> None:
@@ -118,7 +119,11 @@ class Fetcher:
             threads, stall=self._stall, what=f"{session.url}: read", stats=self._stats
         ) as self._pool:
             wanted = self._plan(reads)
-            fetches = coalesce(wanted, gap=self._limits.gap, limit=self._limit)
+            fetches = [
+                fetch
+                for part in (self._first, wanted)
+                for fetch in coalesce(part, gap=self._limits.gap, limit=self._limit)
+            ]
             total = sum(fetch.end - fetch.start for fetch in fetches)
             with Progress(
                 f"load {session.url}", total, rank=session.rank, enabled=self._progress
@@ -174,17 +179,16 @@ class Fetcher:
 
     def _plan_tensor(self, entry: TensorEntry, group: list[ReadItem]) -> list[tuple[str, Segment]]:
         self._check_size(entry)
-        first = len(self._items)
-        entry.items = [Item(read, entry) for read in group]
-        self._items += entry.items
+        items = dict(enumerate((Item(read, entry) for read in group), len(self._items)))
+        self._items += items.values()
         self._entries.append(entry)
-        found = entry.plan(list(enumerate(entry.items, first)), self._limit)
-        for item in entry.items:
-            self._stats.add(needed=item.left)
-            if item.left == 0:
+        found, first = entry.plan(items, self._limit)
+        for item in items.values():
+            self._stats.add(needed=item.wanted)
+            if item.wanted == 0:
                 item.resolve(self._planner, entry.dtype)
                 item.commit(self._planner)
-        entry.items = [item for item in entry.items if item.left]
+        self._first += [(entry.info.name, segment) for segment in first]
         return [(entry.info.name, segment) for segment in found]
 
     def _check_size(self, entry: Entry) -> None:
@@ -372,18 +376,17 @@ class Fetcher:
                 entry = self._entries[number]
                 assert isinstance(entry, TensorEntry)
                 entry.crcs.update(enumerate(crcs, first))
-            for segment, data in job.around:
-                entry = self._entries[segment.entry]
-                assert isinstance(entry, TensorEntry) and self._checksum is not None
-                if segment.start == entry.info.offset:
-                    entry.crcs[-1] = self._checksum.extend(0, data)
-                else:
-                    entry.trailer = data
-            for segment in fetch.segments:
-                entry = self._entries[segment.entry]
-                entry.left -= 1
-                if entry.left == 0:
-                    self._complete(entry)
+            try:
+                for segment, data in job.around:
+                    entry = self._entries[segment.entry]
+                    assert isinstance(entry, TensorEntry) and self._checksum is not None
+                    entry.take_around(segment, data, self._checksum)
+                for segment in fetch.segments:
+                    self._arrived(segment)
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(
+                    f"{self._session.url}: rank {self._session.rank}: {error}"
+                ) from None
 
     def _land(self, job: _Job) -> None:
         """Move on what could not land in its destination, and give the buffer back."""
@@ -405,25 +408,29 @@ class Fetcher:
         self._scratch.give(job.buffer)
         job.buffer = None
 
-    def _complete(self, entry: Entry) -> None:
-        """All of an entry is here: check it, then hand it to the planner."""
-        try:
-            checked = isinstance(entry, WholeEntry) or (
-                isinstance(entry, TensorEntry) and entry.block
-            )
-            if self._checksum is not None and checked:
-                entry.check(self._checksum)
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(
-                f"{self._session.url}: rank {self._session.rank}: {error}"
-            ) from None
+    def _arrived(self, segment: Segment) -> None:
+        """Check what can be checked by now, and hand complete items to the planner."""
+        entry = self._entries[segment.entry]
+        entry.left -= 1
         if isinstance(entry, WholeEntry):
-            if entry.items[0].read.type == LoadItemType.BYTE_IO:
-                entry.deliver_bytes(self._planner, allow_pickle=self._allow_pickle)
-            else:
-                entry.deliver_tensor(self._planner, allow_pickle=self._allow_pickle)
-            entry.data = None
+            if entry.left == 0:
+                self._deliver(entry)
+            return
+        assert isinstance(entry, TensorEntry)
+        for key in {piece.key for piece in segment.pieces}:
+            item = self._items[key]
+            item.left -= 1
+            if item.left == 0:
+                entry.landed.append(item)
+        for item in entry.check():
+            item.commit(self._planner)
+
+    def _deliver(self, entry: WholeEntry) -> None:
+        if self._checksum is not None:
+            entry.check(self._checksum)
+        if entry.items[0].read.type == LoadItemType.BYTE_IO:
+            entry.deliver_bytes(self._planner, allow_pickle=self._allow_pickle)
         else:
-            for item in entry.items:
-                item.commit(self._planner)
+            entry.deliver_tensor(self._planner, allow_pickle=self._allow_pickle)
+        entry.data = None
         entry.items = []

@@ -83,7 +83,8 @@ class Item:
 
     read: ReadItem
     entry: Entry
-    left: int = 0  # bytes of its pieces that have not landed
+    wanted: int = 0  # bytes
+    left: int = 0  # segments that have not landed
     tensor: torch.Tensor | None = None
     view: memoryview | None = None
     staged: torch.Tensor | None = None
@@ -135,16 +136,7 @@ class Entry:
     number: int
     info: EntryInfo
     fqn: str
-    items: list[Item] = field(default_factory=list)
     left: int = 0  # segments
-
-    def check(self, checksum: Checksum) -> None:
-        """Compare the checksums of what was read with what the writer left.
-
-        Raises:
-            CorruptCheckpointError: they differ.
-        """
-        raise NotImplementedError
 
     def where(self) -> str:
         """For errors: file, FQN and offset."""
@@ -156,8 +148,9 @@ class Entry:
 class TensorEntry(Entry):
     """An entry whose payload is addressed directly.
 
-    `origin` is the payload's offset in the file; `crcs` what was computed of header (-1) and
-    blocks; `trailer` its bytes, once read.  Ours are verified, stock's have nothing to verify.
+    `origin` is the payload's offset in the file; `crcs` what was computed of header (-1) and blocks
+    and not compared yet; `table` what to compare it with, once the trailer is read; `landed` items
+    that are complete, and not compared yet.  Ours are verified, stock's have nothing to verify.
     """
 
     dtype: str = ""
@@ -166,20 +159,26 @@ class TensorEntry(Entry):
     nbytes: int = 0
     block: int = 0  # 0: not verified
     crcs: dict[int, int] = field(default_factory=dict)
-    trailer: bytes = b""
+    table: tuple[int, ...] = ()
+    landed: list[Item] = field(default_factory=list)
 
-    def plan(self, items: list[tuple[int, Item]], limit: int) -> list[Segment]:
-        """What to read for `items`, which come with the caller's numbers for them."""
+    def plan(self, items: dict[int, Item], limit: int) -> tuple[list[Segment], list[Segment]]:
+        """What to read for `items`, which come by the caller's numbers for them; and what of it to
+        read first.
+
+        That is the trailer, where several items share more than `limit` bytes: so that each can be
+        verified and committed as it comes, not all of them at the end.
+        """
         itemsize = ITEMSIZES[self.dtype]
         pieces = []
-        for number, item in items:
+        for number, item in items.items():
             read = item.read
             _check_box(self, read)
             dest = 0
             for start, end in box_runs(self.sizes, read.storage_offsets, read.lengths, itemsize):
                 pieces.append(Piece(start, end, number, dest))
                 dest += end - start
-            item.left = dest
+            item.wanted = dest
         found = segments(
             pieces,
             entry=self.number,
@@ -188,32 +187,58 @@ class TensorEntry(Entry):
             block=self.block,
             limit=limit,
         )
-        if self.block:
+        for segment in found:
+            for key in {piece.key for piece in segment.pieces}:
+                items[key].left += 1
+        first: list[Segment] = []
+        if self.block and found:
             begin, end = self.info.offset, self.info.offset + self.info.length
             covered = sum(segment.end - segment.start for segment in found)
+            early = covered > limit and sum(item.wanted > 0 for item in items.values()) > 1
             if covered == self.nbytes:
                 found.insert(0, Segment(begin, self.origin, self.number, -1, ()))
-            if found:
-                found.append(Segment(self.origin + self.nbytes, end, self.number, -1, ()))
-        self.left = len(found)
-        return found
+            trailer = Segment(self.origin + self.nbytes, end, self.number, -1, ())
+            (first if early else found).append(trailer)
+        self.left = len(found) + len(first)
+        return found, first
 
-    def check(self, checksum: Checksum) -> None:
-        """Compare all that was computed with the table in the trailer."""
-        found = checksum.extend(0, self.trailer)
-        if found != self.info.crc:
-            raise self._mismatch("trailer", self.info.crc or 0, found)
-        table = unpack_table(self.trailer, self.nbytes)
+    def take_around(self, segment: Segment, data: bytes, checksum: Checksum) -> None:
+        """Take the header or the trailer.
+
+        Raises:
+            CorruptCheckpointError: the trailer was altered.
+        """
+        crc = checksum.extend(0, data)
+        if segment.start == self.info.offset:
+            self.crcs[-1] = crc
+        elif crc != self.info.crc:
+            raise self._mismatch("trailer", self.info.crc or 0, crc)
+        else:
+            self.table = unpack_table(data, self.nbytes)
+
+    def check(self) -> list[Item]:
+        """Compare what was computed with the table; the items that landed since the last time.
+
+        None before the trailer is read.
+
+        Raises:
+            CorruptCheckpointError: they differ.
+        """
+        if self.block and not self.table:
+            return []
         for block, crc in self.crcs.items():
-            if table[block + 1] != crc:
+            if self.table[block + 1] != crc:
                 if block < 0:
-                    raise self._mismatch("header", table[0], crc)
+                    raise self._mismatch("header", self.table[0], crc)
                 start = block * self.block
                 raise self._mismatch(
                     f"payload bytes {start} to {min(start + self.block, self.nbytes)}",
-                    table[block + 1],
+                    self.table[block + 1],
                     crc,
                 )
+        self.crcs.clear()
+        landed, self.landed = self.landed, []
+        return landed
 
     def _mismatch(self, part: str, expected: int, found: int) -> CorruptCheckpointError:
         return CorruptCheckpointError(
@@ -241,6 +266,7 @@ class WholeEntry(Entry):
     tensors.
     """
 
+    items: list[Item] = field(default_factory=list)
     data: bytearray | None = None
 
     def plan(self, limit: int) -> list[Segment]:
@@ -258,7 +284,11 @@ class WholeEntry(Entry):
         return found
 
     def check(self, checksum: Checksum) -> None:
-        """Compare the checksum of all bytes, if the writer left one."""
+        """Compare the checksum of all bytes, if the writer left one.
+
+        Raises:
+            CorruptCheckpointError: they differ.
+        """
         assert self.data is not None
         if self.info.crc is None:
             return

@@ -228,6 +228,37 @@ def test_what_a_reader_tells_planners(tmp_path: Path, url: str, shown: str, remo
     assert plan.planner_data == "kept"
 
 
+class LazyPlanner(BoxPlanner):
+    """Counts the items that are resolved and not committed."""
+
+    def __init__(self, fqn: str, boxes: list[tuple[Any, Any]]) -> None:
+        super().__init__(fqn, boxes, lambda shape: torch.zeros(shape, dtype=torch.int32))
+        self.open = self.most = 0
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        self.open += 1
+        self.most = max(self.most, self.open)
+        return super().resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        self.open -= 1
+        super().commit_tensor(read_item, tensor)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_destinations_are_asked_for_when_they_are_needed(tmp_path: Path, verify: bool) -> None:
+    """A planner may lend out memory that it uses again, even for the parts of one large entry."""
+    path, count, size = tmp_path / "c", 24, 1 << 19
+    whole = torch.arange(count * size, dtype=torch.int32)
+    dcp.save({"t": whole}, storage_writer=StreamingWriter(path, fsync=False))
+    planner = LazyPlanner("t", [((i * size,), (size,)) for i in range(count)])
+    reader = StreamingReader(path, concurrency=1, verify=verify)
+    dcp.load({}, storage_reader=reader, planner=planner)
+    # Four parts of 2 MiB make one request; two requests wait or run, one is being prepared.
+    assert planner.most <= 12 and planner.committed == list(range(count))
+    assert torch.equal(torch.cat(planner.found), whole)
+
+
 def test_a_pool_reports_the_first_error_and_stops() -> None:
     def fail() -> None:
         raise OSError("first")
