@@ -9,7 +9,7 @@ from typing import Any
 
 from dcp_fsdp_osd.storage.session import make_session
 from dcp_fsdp_osd.storage.store import Backend, join
-from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats
+from dcp_fsdp_osd.storage.transfer import Stats
 
 __all__ = ["latest"]
 
@@ -27,15 +27,7 @@ def latest(
     seconds), the greater name is newer, numbers in it compared as numbers: step-100 after step-20.
     Half-written folders are not seen.  The arguments are those of ``StreamingReader``.
     """
-    session = make_session(
-        path_or_url,
-        backend=backend,
-        storage_options=storage_options,
-        stall_seconds=60.0,
-        fsync=False,
-        concurrency=None,
-        retry=RetryPolicy(),
-    )
+    session = make_session(path_or_url, backend=backend, storage_options=storage_options)
     try:
         found = session.call(session.store.commits, "list", Stats())
     finally:

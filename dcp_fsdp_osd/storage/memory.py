@@ -7,12 +7,12 @@ tensor too.
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Iterator
 
 import torch
 
-__all__ = ["DTYPES", "ScratchPool", "copy_flat_range", "flat_boxes", "is_plain", "view_bytes"]
+from dcp_fsdp_osd.geometry import box_view, boxes_of_interval
+
+__all__ = ["DTYPES", "ScratchPool", "copy_flat_range", "is_plain", "view_bytes"]
 
 _BUF_WRITE = 0x200  # PyBUF_WRITE
 _from_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
@@ -57,41 +57,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def flat_boxes(
-    sizes: tuple[int, ...], start: int, end: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements [start, end) of a row-major tensor as (offsets, lengths) boxes, in order.
-
-    At most 2N-1 of them for N dimensions.
-    """
-    if start >= end:
-        return
-    if len(sizes) <= 1:
-        yield ((start,), (end - start,)) if sizes else ((), ())
-        return
-    row = math.prod(sizes[1:])
-    first, last = start // row, (end - 1) // row
-
-    def part(index: int, a: int, b: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        for offsets, lengths in flat_boxes(sizes[1:], a, b):
-            yield (index, *offsets), (1, *lengths)
-
-    if first == last:
-        if start == first * row and end == (first + 1) * row:
-            yield (first, *(0 for _ in sizes[1:])), (1, *sizes[1:])
-        else:
-            yield from part(first, start - first * row, end - first * row)
-        return
-    if start > first * row:
-        yield from part(first, start - first * row, row)
-        first += 1
-    whole_end = end // row
-    if whole_end > first:
-        yield (first, *(0 for _ in sizes[1:])), (whole_end - first, *sizes[1:])
-    if whole_end * row < end:
-        yield from part(whole_end, 0, end - whole_end * row)
-
-
 def copy_flat_range(
     tensor: torch.Tensor, start: int, flat: torch.Tensor, *, into_tensor: bool
 ) -> None:
@@ -101,17 +66,16 @@ def copy_flat_range(
     Copies from or to pinned memory are queued on the current stream and not waited for.
     """
     position = 0
-    for offsets, lengths in flat_boxes(tuple(tensor.shape), start, start + flat.numel()):
-        box = tensor
-        for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-            box = box.narrow(dim, offset, length)
-        count = math.prod(lengths)
-        piece = flat[position : position + count].view(lengths)
+    for box in boxes_of_interval(tensor.shape, start, start + flat.numel()):
+        part = tensor
+        for dim, (offset, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            part = part.narrow(dim, offset, length)
+        piece = box_view(flat, position, box.sizes)
         if into_tensor:
-            box.copy_(piece, non_blocking=True)
+            part.copy_(piece, non_blocking=True)
         else:
-            piece.copy_(box, non_blocking=True)
-        position += count
+            piece.copy_(part, non_blocking=True)
+        position += box.numel
 
 
 class ScratchPool:

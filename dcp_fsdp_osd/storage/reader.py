@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -26,7 +23,7 @@ from dcp_fsdp_osd.storage.metadata import (
     load_metadata,
     metadata_name,
 )
-from dcp_fsdp_osd.storage.session import accepts, make_session
+from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors
 from dcp_fsdp_osd.storage.store import Backend
 from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats
 
@@ -88,16 +85,14 @@ class StreamingReader(StorageReader):
         super().__init__()
         if max_inflight_bytes < 4 << 20 or (concurrency is not None and concurrency < 1):
             raise ValueError("max_inflight_bytes must be 4 MiB at least, concurrency positive")
-        self._make_session = partial(
-            make_session,
+        self._session = make_session(
+            path_or_url,
             backend=backend,
             storage_options=storage_options,
             stall_seconds=stall_seconds,
-            fsync=False,
             concurrency=concurrency,
-            retry=retry or RetryPolicy(),
+            retry=retry,
         )
-        self._session = self._make_session(path_or_url)
         self._max_inflight = max_inflight_bytes
         self._verify = verify
         self._allow_pickle = allow_pickle
@@ -106,7 +101,7 @@ class StreamingReader(StorageReader):
         self._stall = stall_seconds
         self._load_id = uuid.uuid4().hex
         self._metadata: Metadata | None = None
-        self._global_error: Exception | None = None
+        self._global_error: BaseException | None = None
         self.stats = Stats()
 
     # ---- DCP's StorageReader, in call order ----
@@ -114,12 +109,12 @@ class StreamingReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, from `checkpoint_id` if given."""
         if checkpoint_id is not None:
-            self._session.close()
-            self._session = self._make_session(checkpoint_id)
+            self._session.move_to(checkpoint_id)
         self._metadata = None
         self._global_error = None
         self._load_id = uuid.uuid4().hex
 
+    @portable_errors
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata; with ``rank=`` that of one rank (a save without collectives).
 
@@ -128,7 +123,7 @@ class StreamingReader(StorageReader):
         del args
         self.stats = Stats()
         rank = kwargs.get("rank")
-        with self._timed("metadata"):
+        with self.stats.timed("metadata"):
             if rank is not None:
                 # DCP comes here when reading the global metadata failed for whatever reason; only
                 # its absence may be answered by another file.
@@ -141,7 +136,7 @@ class StreamingReader(StorageReader):
                 self._global_error = None
                 try:
                     data = self._read_metadata_once()
-                except Exception as error:
+                except BaseException as error:
                     self._global_error = error
                     raise
             try:
@@ -150,7 +145,7 @@ class StreamingReader(StorageReader):
                     f"{self._session.url}/{metadata_name(rank)}",
                     allow_pickle=self._allow_pickle,
                 )
-            except Exception as error:
+            except BaseException as error:
                 self._global_error = error
                 raise
         if getattr(metadata, "storage_meta", None) is None:
@@ -190,20 +185,8 @@ class StreamingReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items; the future is complete on return."""
         try:
-            if self._metadata is None:
-                raise StorageError("read_data before set_up_storage_reader")
-            with self._timed("read"):
-                Fetcher(
-                    self._session,
-                    self._metadata,
-                    planner,
-                    stats=self.stats,
-                    checksum=self._checksum(self._metadata),
-                    allow_pickle=self._allow_pickle,
-                    max_inflight=self._max_inflight,
-                    stall=self._stall,
-                    progress=self._progress,
-                ).run(plan.items)
+            with self.stats.timed("read"):
+                self._read(plan, planner)
         except BaseException as error:
             on_read_error = getattr(planner, "on_read_error", None)
             if callable(on_read_error):
@@ -222,6 +205,22 @@ class StreamingReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path, or a URL of a known scheme."""
         return accepts(checkpoint_id)
+
+    @portable_errors
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        if self._metadata is None:
+            raise StorageError("read_data before set_up_storage_reader")
+        Fetcher(
+            self._session,
+            self._metadata,
+            planner,
+            stats=self.stats,
+            checksum=self._checksum(self._metadata),
+            allow_pickle=self._allow_pickle,
+            max_inflight=self._max_inflight,
+            stall=self._stall,
+            progress=self._progress,
+        ).run(plan.items)
 
     # ---- metadata ----
 
@@ -268,11 +267,3 @@ class StreamingReader(StorageReader):
         raise StorageError(
             f"rank 0 of the process group could not read the metadata: {kind}: {text}"
         ) from (FileNotFoundError(text) if missing else None)
-
-    @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stats.phase(phase, time.perf_counter() - begin)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.store import (
@@ -14,12 +17,14 @@ from dcp_fsdp_osd.storage.store import (
     display_url,
     is_local,
     open_store,
+    redact,
 )
 from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats, retrying
 
-__all__ = ["Session", "accepts", "make_session"]
+__all__ = ["Session", "accepts", "make_session", "portable_errors"]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _REMOTE_THREADS = 16
 
 
@@ -29,10 +34,19 @@ class Session:
     Picklable and fork-safe: clients are never carried into another process, each opens its own.
     """
 
-    def __init__(self, config: StoreConfig, policy: RetryPolicy) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        policy: RetryPolicy,
+        *,
+        concurrency: int | None,
+        local_threads: int,
+    ) -> None:
         self.config = config
         self.policy = policy
         self.rank = 0
+        self._concurrency = concurrency
+        self._local_threads = local_threads
         self._store: Store | None = None
         self._pid = 0
 
@@ -65,11 +79,36 @@ class Session:
             self._pid = os.getpid()
         return self._store
 
+    def move_to(self, path_or_url: str | os.PathLike[str]) -> None:
+        """Use another folder, with the same options, from now on."""
+        self.close()
+        url = os.fspath(path_or_url)
+        threads = self._local_threads if is_local(url) else _REMOTE_THREADS
+        self.config = replace(self.config, url=url, concurrency=self._concurrency or threads)
+
     def close(self) -> None:
         """Drop connections; the next use opens new ones."""
         store, self._store = self._store, None
         if store is not None and self._pid == os.getpid():
             store.close()
+
+    def portable(self, error: BaseException) -> BaseException:
+        """`error`, or a StorageError of its text if it does not survive pickling.
+
+        DCP pickles a rank's error to all others; one that it could not pickle, or they not
+        unpickle, would leave them waiting.
+        """
+        try:
+            if type(pickle.loads(pickle.dumps(error))) is type(error):
+                return error
+        except Exception:  # whatever an error's own methods raise
+            pass
+        kind = f"{type(error).__module__}.{type(error).__qualname__}"
+        try:
+            text = redact(str(error), self.config.options)
+        except Exception:
+            text = "an error that cannot be shown"
+        return StorageError(f"{self.url}: rank {self.rank}: {kind}: {text[:500]}")
 
     def call(
         self,
@@ -91,33 +130,56 @@ class Session:
         )
 
 
+class _HasSession(Protocol):
+    _session: Session
+
+
+S = TypeVar("S", bound=_HasSession)
+
+
+def portable_errors(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """A method of a reader or writer whose errors are :meth:`Session.portable`."""
+
+    @functools.wraps(method)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            portable = self._session.portable(error)
+            if portable is error:
+                raise
+            raise portable from error
+
+    return call
+
+
 def make_session(
     path_or_url: str | os.PathLike[str] | None,
     *,
-    backend: Backend,
-    storage_options: Mapping[str, Any] | None,
-    stall_seconds: float,
-    fsync: bool,
-    concurrency: int | None,
-    retry: RetryPolicy,
+    backend: Backend = "auto",
+    storage_options: Mapping[str, Any] | None = None,
+    stall_seconds: float = 60.0,
+    fsync: bool = False,
+    concurrency: int | None = None,
     local_threads: int = 4,
+    retry: RetryPolicy | None = None,
 ) -> Session:
     """The session that the arguments of a reader or writer describe.  Opens nothing.
 
     `local_threads` is the concurrency for a local path where none is given.
     """
-    url = "" if path_or_url is None else os.fspath(path_or_url)
-    return Session(
-        StoreConfig(
-            url=url,
-            backend=backend,
-            options=dict(storage_options or {}),
-            stall_seconds=stall_seconds,
-            fsync=fsync,
-            concurrency=concurrency or (local_threads if is_local(url) else _REMOTE_THREADS),
-        ),
-        retry,
+    config = StoreConfig(
+        url="",
+        backend=backend,
+        options=dict(storage_options or {}),
+        stall_seconds=stall_seconds,
+        fsync=fsync,
     )
+    session = Session(
+        config, retry or RetryPolicy(), concurrency=concurrency, local_threads=local_threads
+    )
+    session.move_to("" if path_or_url is None else path_or_url)
+    return session
 
 
 def accepts(checkpoint_id: str | os.PathLike[str]) -> bool:

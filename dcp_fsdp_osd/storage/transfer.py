@@ -53,9 +53,16 @@ class Stats:
             for name, count in counts.items():
                 setattr(self, name, getattr(self, name) + count)
 
-    def phase(self, name: str, seconds: float) -> None:
-        with self._lock:
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the time that the ``with`` block takes to a phase."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - begin
+            with self._lock:
+                self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_lock"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import uuid
@@ -23,7 +22,7 @@ from dcp_fsdp_osd.storage.memory import ScratchPool
 from dcp_fsdp_osd.storage.metadata import dump_metadata, fill_metadata
 from dcp_fsdp_osd.storage.pack import Chunk, FilePlan, item_bytes, pack, plan_files
 from dcp_fsdp_osd.storage.progress import Progress
-from dcp_fsdp_osd.storage.session import accepts, make_session
+from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors
 from dcp_fsdp_osd.storage.store import Backend, Limits, Upload
 from dcp_fsdp_osd.storage.transfer import Budget, InOrder, Pool, RetryPolicy, Stats
 
@@ -111,17 +110,16 @@ class StreamingWriter(StorageWriter):
         given = (part_size, max_inflight_bytes, concurrency)
         if any(number is not None and number < 1 for number in given):
             raise ValueError("part_size, max_inflight_bytes and concurrency must be positive")
-        self._make_session = partial(
-            make_session,
+        self._session = make_session(
+            path_or_url,
             backend=backend,
             storage_options=storage_options,
             stall_seconds=stall_seconds,
             fsync=fsync,
             concurrency=concurrency,
             local_threads=_LOCAL_THREADS,
-            retry=retry or RetryPolicy(),
+            retry=retry,
         )
-        self._session = self._make_session(path_or_url)
         self._overwrite = overwrite
         self._part_size = part_size
         self._max_inflight = max_inflight_bytes
@@ -138,8 +136,7 @@ class StreamingWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save, to `checkpoint_id` if given."""
         if checkpoint_id is not None:
-            self._session.close()
-            self._session = self._make_session(checkpoint_id)
+            self._session.move_to(checkpoint_id)
         self._ticket = _Ticket(_unique())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -157,10 +154,11 @@ class StreamingWriter(StorageWriter):
         """What is recorded in the checkpoint of where and by which save it was written."""
         return StorageMeta(checkpoint_id=self._session.url, save_id=self._ticket.nonce)
 
+    @portable_errors
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse to overwrite, where that was not asked for; DCP then raises on every rank."""
         if self._is_coordinator or self._metadata_rank is not None:
-            with self._timed("prepare"):
+            with self.stats.timed("prepare"):
                 self._committer.check_free()
         return replace(plan, storage_data=_Ticket(self._ticket.nonce))
 
@@ -183,6 +181,7 @@ class StreamingWriter(StorageWriter):
             for number, plan in enumerate(plans)
         ]
 
+    @portable_errors
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items; the future is complete on return."""
         ticket = plan.storage_data
@@ -196,7 +195,7 @@ class StreamingWriter(StorageWriter):
         # those of live files, so the rank's own new id takes its place.
         save_id = ticket.save_id if fresh else self._ticket.nonce
         try:
-            with self._timed("write"):
+            with self.stats.timed("write"):
                 results = self._write(plan, planner, replace(ticket, save_id=save_id))
         except BaseException:
             if fresh and ticket.ranks > 1:
@@ -206,13 +205,14 @@ class StreamingWriter(StorageWriter):
         future.set_result(results)
         return future
 
+    @portable_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check every file's size, then commit, then delete what was overwritten."""
         checksum = best_checksum().name if self._checksum else None
         files = fill_metadata(metadata, results, checksum)
         metadata.version = "1.0.0"
         metadata.storage_meta = self.storage_meta()
-        with self._timed("commit"):
+        with self.stats.timed("commit"):
             self._committer.publish(dump_metadata(metadata), files)
 
     @property
@@ -380,14 +380,6 @@ class StreamingWriter(StorageWriter):
         return Committer(
             self._session, self.stats, rank=self._metadata_rank, overwrite=self._overwrite
         )
-
-    @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stats.phase(phase, time.perf_counter() - begin)
 
 
 def _unique() -> str:

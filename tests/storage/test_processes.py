@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,41 @@ def test_a_rank_that_fails_to_write(tmp_path: Path, late: bool) -> None:
     run_ranks(_save, 2, str(tmp_path / "c"))
     assert len(list((tmp_path / "c").iterdir())) == 3
     run_ranks(_load, 2, str(tmp_path / "c"), 0, True)
+
+
+class _LockedError(FileExistsError):
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("locked")
+        self.lock = threading.Lock()
+
+
+def _fail_with_a_lock(rank: int, world_size: int, path: str, operation: str) -> None:
+    def before(called: str, name: str) -> None:
+        if rank == 1 and called == operation:
+            raise _LockedError
+
+    script = Script(before=before)
+    state = {"w": _sharded(world_size, _full())}
+    try:
+        if operation == "read":
+            dcp.load(state, storage_reader=StreamingReader(path, backend=script.store))
+        else:
+            dcp.save(state, storage_writer=StreamingWriter(path, backend=script.store))
+    except CheckpointException as error:
+        assert list(error.failures) == [1]
+        raise
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_an_error_that_cannot_be_pickled_hangs_nobody(tmp_path: Path, operation: str) -> None:
+    if operation == "read":
+        run_ranks(_save, 2, str(tmp_path / "c"))
+    with pytest.raises(RankError) as error:
+        run_ranks(_fail_with_a_lock, 2, str(tmp_path / "c"), operation, timeout=60)
+    assert error.value.all_raised("CheckpointException")
+    assert "_LockedError: locked" in str(error.value)
 
 
 def _refused(rank: int, world_size: int, path: str) -> None:

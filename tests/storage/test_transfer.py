@@ -142,6 +142,82 @@ def test_no_secret_in_errors(make_place: Any, kind: str) -> None:
     assert "gave up after" in str(error.value)
 
 
+# ---- errors on their way to other ranks ----
+
+
+class LockedError(FileExistsError):
+    """Cannot be pickled; as a FileExistsError it passes the retries as it is."""
+
+    def __init__(self) -> None:
+        super().__init__("locked")
+        self.lock = threading.Lock()
+
+
+class TwoPartError(FileExistsError):
+    """Can be pickled, and not unpickled."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+def odd_error(kind: str) -> BaseException:
+    class LocalError(BaseException):
+        pass
+
+    class MuteError(FileExistsError):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+        def __reduce__(self) -> Any:
+            raise RuntimeError("no pickle")
+
+    makers: dict[str, Any] = {
+        "LockedError": LockedError,
+        "TwoPartError": lambda: TwoPartError("locked", "twice"),
+        "LocalError": lambda: LocalError("locked"),
+        "MuteError": MuteError,
+    }
+    error: BaseException = makers[kind]()
+    return error
+
+
+@pytest.mark.parametrize("kind", ["LockedError", "TwoPartError", "LocalError", "MuteError"])
+@pytest.mark.parametrize("operation", ["list", "create", "write", "complete", "read", "read whole"])
+def test_every_error_can_be_sent_to_other_ranks(
+    tmp_path: Path, saved: Path, operation: str, kind: str
+) -> None:
+    script = Script(before=fail_first(operation, 1, lambda: odd_error(kind)))
+    with pytest.raises(CheckpointException) as error:
+        if operation.startswith("read"):
+            load(StreamingReader(saved, backend=script.store, retry=QUICK), STATE)
+        else:
+            save(tmp_path / "d", script)
+    (failure,) = pickle.loads(pickle.dumps(error.value)).failures.values()
+    text = str(failure[0])
+    if operation == "read whole":
+        # Of an error there, DCP keeps the text alone.
+        assert isinstance(failure[0], AssertionError) and "metadata read failed" in text
+    else:
+        assert type(failure[0]) is StorageError and "rank 0" in text and kind in text
+    assert ("cannot be shown" if kind == "MuteError" else "locked") in text
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), StorageError("x"), OSError(28, "full")])
+def test_errors_that_can_be_sent_stay_as_they_are(error: BaseException) -> None:
+    assert make_session(None).portable(error) is error
+
+
+def test_a_planner_s_error_too(saved: Path) -> None:
+    class Planner(BoxPlanner):
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            raise LockedError
+
+    planner = Planner("a", [((0,), (1000,))])
+    with pytest.raises(CheckpointException, match="LockedError: locked"):
+        dcp.load({}, storage_reader=StreamingReader(saved), planner=planner)
+    assert [type(error) for error in planner.errors] == [StorageError]
+
+
 # ---- errors of workers and stalls ----
 
 
@@ -409,11 +485,6 @@ def test_a_session_opens_nothing_before_use(tmp_path: Path) -> None:
     session = make_session(
         tmp_path,
         backend=lambda config: opened.append(config) or LocalStore(config),  # type: ignore[func-returns-value]
-        storage_options=None,
-        stall_seconds=1,
-        fsync=False,
-        concurrency=None,
-        retry=QUICK,
     )
     assert not opened
     assert session.store is session.store and len(opened) == 1
@@ -422,14 +493,6 @@ def test_a_session_opens_nothing_before_use(tmp_path: Path) -> None:
 
 
 def test_a_failure_to_open_is_a_storage_error(tmp_path: Path) -> None:
-    session = make_session(
-        "nosuchscheme://x",
-        backend="auto",
-        storage_options=None,
-        stall_seconds=1,
-        fsync=False,
-        concurrency=None,
-        retry=QUICK,
-    )
+    session = make_session("nosuchscheme://x")
     with pytest.raises(StorageError, match="fsspec cannot open"):
         _ = session.store
