@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = [
     "CheckpointMismatchError",
     "CorruptCheckpointError",
+    "ExchangeError",
     "FlatOptimError",
     "LayoutError",
     "StorageError",
@@ -39,6 +40,10 @@ class CheckpointMismatchError(FlatOptimError, ValueError):
 
 class StorageError(FlatOptimError, OSError):
     """Storage failed, and retrying within the budget did not help."""
+
+
+class ExchangeError(FlatOptimError, RuntimeError):
+    """What was to be read once for several ranks did not get to all of them."""
 
 
 class CorruptCheckpointError(StorageError):

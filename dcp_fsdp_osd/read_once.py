@@ -1,0 +1,178 @@
+"""Whether and what a load's ranks read for one another: the planner's side of the exchange.
+
+Every rank describes its reads in its local plan (:func:`describe`); the coordinator decides and
+plans for all (:func:`plan_reads`); each rank then begins its part (:meth:`SharedReads.begin`).
+"""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from .channels import Channels, job_store
+from .exchange import Exchange
+from .exchange_plan import ExchangePlan, RankSchedule, plan_exchange
+from .shared_reads import Participant, in_order
+
+__all__ = ["Broadcast", "RankReads", "SharedReads", "describe", "plan_reads"]
+
+Broadcast = bool | Literal["auto"]
+
+WORTHWHILE_BYTES = 8 << 20
+"""Fewer bytes than these are sooner read again than handed on."""
+
+
+@dataclass(frozen=True)
+class RankReads:
+    """What a local plan says of its rank, for :func:`plan_reads`.
+
+    ``dtypes``, ``cuda`` and ``digest`` as of :class:`~dcp_fsdp_osd.shared_reads.Participant`.
+    ``spread``: other ranks may read for rank 0, which alone wants anything.
+    """
+
+    rank: int
+    host: str
+    broadcast: Broadcast
+    spread: bool
+    dtypes: tuple[torch.dtype | None, ...]
+    cuda: tuple[bool, ...]
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class SharedReads:
+    """One rank's part of what was agreed; travels with its plan.
+
+    Attributes:
+        session: names this load's exchange, and no other's.
+        reports_errors: the storage reader tells the planner of its errors.
+    """
+
+    schedule: RankSchedule
+    session: str
+    reports_errors: bool
+
+    def begin(
+        self,
+        items: Sequence[ReadItem],
+        resolve: Callable[[ReadItem], torch.Tensor],
+        stall_seconds: float,
+    ) -> Exchange:
+        """Connect with the other participants (collective over them); not started yet."""
+        channels = Channels(
+            job_store(),
+            self.session,
+            number=self.schedule.number,
+            size=len(self.schedule.ranks),
+            timeout=stall_seconds,
+        )
+        return Exchange(
+            self.schedule,
+            in_order(items),
+            resolve,
+            channels,
+            stall_seconds=None if self.reports_errors else stall_seconds,
+        )
+
+    def own_reads(self, items: Sequence[ReadItem]) -> list[ReadItem]:
+        """What this rank reads for itself alone."""
+        alone = self.schedule.alone
+        ordered = in_order(items)
+        kept = [item for n, item in enumerate(ordered) if n not in alone]
+        return kept + [part.of(ordered) for parts in alone.values() for part in parts]
+
+
+def describe(
+    items: Sequence[ReadItem],
+    place: Callable[[ReadItem], tuple[torch.dtype | None, torch.device]],
+    broadcast: Broadcast,
+    spread: bool,
+) -> RankReads:
+    """This rank's reads.  ``place`` gives the dtype and device that an item is read to."""
+    ordered = in_order(items)
+    places = [place(item) for item in ordered]
+    nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend_config()
+    dtypes = tuple(dtype for dtype, _ in places)
+    cuda = tuple(nccl and device.type == "cuda" for _, device in places)
+    return RankReads(
+        rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
+        host=socket.gethostname(),
+        broadcast=broadcast,
+        spread=spread,
+        dtypes=dtypes,
+        cuda=cuda,
+        digest=Participant.digest_of(ordered, dtypes, cuda),
+    )
+
+
+def plan_reads(
+    plans: Sequence[LoadPlan], told: Sequence[RankReads], metadata: Metadata
+) -> list[SharedReads] | None:
+    """Decide for all ranks; None if each is to read for itself.
+
+    With ``"auto"`` on every rank, what several want is read once where that spares 8 MiB at
+    least, and the checkpoint is not a local path of the one machine that all are on: there, the
+    page cache serves every rank faster than another rank can. (A path that several machines see
+    is a network file system.) Where a reader cannot read at all, others read for it whatever is
+    asked.
+    """
+    readers = [_about_reader(plan) for plan in plans]
+    able = [bool(about.get("can_read", True)) for about in readers]
+    settings = [t.broadcast for t in told]
+    if len(plans) < 2 or (False in settings and all(able)):
+        return None
+    participants = []
+    seen: dict[bytes, tuple[ReadItem, ...]] = {}
+    for each, t, can_read in zip(plans, told, able, strict=True):
+        items = seen.get(t.digest)
+        if items is None:
+            items = seen[t.digest] = tuple(in_order(each.items))
+        participants.append(
+            Participant(t.rank, t.host, can_read, items, t.dtypes, t.cuda, t.digest)
+        )
+    spread = any(t.spread for t in told)
+    plan = plan_exchange(
+        participants,
+        metadata,
+        reads_parts=all(about.get("reads_parts", False) for about in readers),
+        spread=spread,
+    )
+    if plan is None or not (
+        any(s is True for s in settings)
+        or not all(able)
+        or _worthwhile(plan, readers, metadata, len({t.host for t in told}), spread)
+    ):
+        return None
+    session = uuid.uuid4().hex
+    reports = all(about.get("reports_errors", False) for about in readers)
+    return [SharedReads(schedule, session, reports) for schedule in plan.ranks]
+
+
+def _about_reader(plan: LoadPlan) -> dict[str, Any]:
+    """What the rank's storage reader says of itself; nothing, if it is not one of ours."""
+    data = plan.storage_data
+    about = data.get("dcp_fsdp_osd") if isinstance(data, dict) else None
+    return about if isinstance(about, dict) else {}
+
+
+def _worthwhile(
+    plan: ExchangePlan,
+    readers: Sequence[dict[str, Any]],
+    metadata: Metadata,
+    hosts: int,
+    spread: bool,
+) -> bool:
+    remote = any(about.get("remote", False) for about in readers)
+    if not any(readers):  # a third party's: all that is known is where the checkpoint was saved
+        saved_at = str(getattr(metadata.storage_meta, "checkpoint_id", None) or "")
+        remote = "://" in saved_at and not saved_at.startswith(("file://", "local://"))
+    spared = max(plan.spared, plan.unique if spread else 0)
+    return spared >= WORTHWHILE_BYTES and (remote or hosts > 1)
