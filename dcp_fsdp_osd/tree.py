@@ -23,6 +23,7 @@ __all__ = [
     "find_optim",
     "holds_tensor",
     "int_mappings",
+    "key_tuple",
     "leaves",
     "set_leaf",
     "with_optim_removed",
@@ -168,6 +169,11 @@ def find_optim(state_dict: Mapping[str, Any], key: str) -> tuple[tuple[str, ...]
             f"FlatOptimState, or for a load an empty dict), found {type(value).__name__}"
         )
     return path, value
+
+
+def key_tuple(keys: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One key, several or none, as a tuple."""
+    return (keys,) if isinstance(keys, str) else tuple(keys or ())
 
 
 def with_optim_removed(

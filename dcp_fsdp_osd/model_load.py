@@ -1,0 +1,245 @@
+"""One model's load on one rank: reads go into the model's own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from .geometry import Box
+from .layout import Piece, Segment
+from .load_schedule import Leaf, LoadSchedule, covering_reads, object_item, whole_chunk
+from .memory import empty_for_reading
+from .model_state import ModelGuard
+from .optim_state import GUARD_KEY, without_guard
+from .tree import Path, set_leaf
+
+__all__ = ["LocalBox", "ModelLoad", "local_boxes"]
+
+LocalBox = tuple[Box, torch.Tensor]
+"""A box of a whole tensor, and the memory (of the box's shape) that this rank has of it."""
+
+
+def local_boxes(value: Any, segment: Segment | None) -> tuple[tuple[int, ...], list[LocalBox]]:
+    """The whole shape of a value, and what this rank holds of it. Views, no copies.
+
+    Args:
+        value: this rank's elements (1-D) of ``segment``; or a ShardedTensor, a DTensor or a
+            whole tensor.
+    """
+    if segment is not None:
+        return segment.shape, [(p.box, p.view(value)) for p in segment.pieces() if segment.numel]
+    shape = tuple(value.size())
+    if isinstance(value, ShardedTensor):
+        return shape, [
+            (Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor)
+            for s in value.local_shards()
+        ]
+    if hasattr(value, "__create_chunk_list__"):  # a DTensor, or another subclass of that kind
+        boxes = []
+        for chunk in value.__create_chunk_list__():
+            local = value.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
+            boxes.append((Box(tuple(chunk.offsets), tuple(chunk.sizes)), local))
+        return shape, boxes
+    return shape, [(Box((0,) * len(shape), shape), value)]
+
+
+class ModelLoad:
+    """Loads the dict of a :class:`FlatModelState`, as ``OptimLoad`` does an optimizer's.
+
+    Args:
+        path: of the model in state dict and checkpoint.
+        value: the dict that is loaded: its tensors by the reads, its extra states by
+            ``hand_over``.
+        metadata: of the checkpoint.
+
+    What is wanted, and what of it the checkpoint lacks, is known from metadata alone, so that
+    nothing is allocated (but for extra states), and ``finish`` finds nothing wrong.
+    """
+
+    what = "model has no such entry"
+    applies = True
+
+    def __init__(self, path: tuple[str, ...], value: dict[str, Any], *, metadata: Metadata) -> None:
+        self.path = path
+        self.key = ".".join(path)
+        self.value = value
+        self.guard: ModelGuard = value[GUARD_KEY]
+        self.live = without_guard(value)
+        self.saved = _saved_under(metadata, path)
+        self.schedule = LoadSchedule()
+        self.objects: dict[str, Any] = {}
+        self.late: list[str] = []
+        self._views: dict[MetadataIndex, torch.Tensor] = {}
+        self._fresh: dict[str, Any] = {}
+
+    def names(self) -> list[str]:
+        """What this rank has a use for: its names, and the entries of its extra states."""
+        return [
+            *self.live,
+            *(n for name in self.live if self._is_extra(name) for n in self._entries_of(name)),
+        ]
+
+    def saved_names(self) -> list[str]:
+        """What the checkpoint has of the model."""
+        return list(self.saved)
+
+    def _is_extra(self, name: str) -> bool:
+        """Whether it may be anything, and is read into memory of its own."""
+        tensor = isinstance(self.live[name], torch.Tensor | ShardedTensor)
+        return name in self.guard.extra or not tensor
+
+    def _entries_of(self, name: str) -> Iterator[str]:
+        """An extra state may be a mapping, which lies in the checkpoint by its leaves."""
+        yield from (n for n in self.saved if n == name or n.startswith(name + "."))
+
+    def plan(self) -> LoadSchedule:
+        done: set[str] = set()
+        for name, value in self.live.items():
+            if self._is_extra(name):
+                self._plan_extra(name)
+                continue
+            first = self.guard.tied.get(name, name)
+            if first in done:
+                continue
+            done.add(first)
+            names = [n for n in self.live if self.guard.tied.get(n, n) == first]
+            source = next((n for n in names if n in self.saved), None)
+            if source is None:
+                self.schedule.problems.append(f"{', '.join(names)}: not in the checkpoint")
+            else:
+                self._plan_value(name, value, self.saved[source])
+        return self.schedule
+
+    def _plan_value(self, name: str, value: Any, saved: _Saved) -> None:
+        key, storage = saved.key, saved.storage
+        if storage is None:
+            self.schedule.problems.append(f"{name}: an object in the checkpoint, not a tensor")
+            return
+        shape, boxes = local_boxes(value, self.guard.segments.get(name))
+        if tuple(storage.size) != shape:
+            self.schedule.problems.append(
+                f"{name}: shape {tuple(storage.size)} in the checkpoint, {shape} in the model"
+            )
+            return
+        if any(local.is_meta for _, local in boxes):
+            self.schedule.problems.append(
+                f"{name}: expected memory to load into, found a meta tensor: call "
+                f"model.to_empty(device=...) first"
+            )
+            return
+        leaf = Leaf("model", None, name, (), {name: key}, shape, storage.properties.dtype)
+        self.schedule.leaves.append(leaf)
+        chunks = []
+        for box, local in boxes:
+            if box.numel:
+                chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+                self._want(leaf, key, box, local.detach())
+        self.schedule.items += covering_reads(key, storage, chunks)
+
+    def _want(self, leaf: Leaf, key: str, box: Box, view: torch.Tensor) -> None:
+        index = MetadataIndex(key, torch.Size(box.offsets))
+        piece = Piece(box, 0)
+        leaf.pieces[index] = piece
+        self.schedule.destinations[index] = (leaf, piece)
+        self._views[index] = view
+
+    def _plan_extra(self, name: str) -> None:
+        entries = list(self._entries_of(name))
+        if not entries:
+            self.schedule.problems.append(f"{name}: not in the checkpoint")
+        for entry in entries:
+            key, storage, path = self.saved[entry]
+            leaf = Leaf("object", None, name, path, {name: key})
+            self.schedule.leaves.append(leaf)
+            if storage is None:
+                self.schedule.items.append(object_item(key))
+                continue
+            leaf.kind, leaf.shape, leaf.dtype = "whole", storage.size, storage.properties.dtype
+            chunk = whole_chunk(storage)
+            leaf.pieces[MetadataIndex(key, chunk.offsets)] = None
+            self.schedule.destinations[MetadataIndex(key, chunk.offsets)] = (leaf, None)
+            self.schedule.items += covering_reads(key, storage, [chunk])
+
+    # ------------------------------------------------------------ allocate, read, finish
+
+    def allocate(self) -> None:
+        """Memory for extra states that are tensors; all else is the model's own."""
+        for leaf in self.schedule.leaves:
+            if leaf.kind == "whole":
+                leaf.tensor = empty_for_reading(leaf.shape, leaf.dtype, torch.device("cpu"))
+
+    def place(self, item: ReadItem) -> tuple[torch.dtype | None, torch.device]:
+        """The dtype and device of what ``item`` is read to."""
+        view = self._views.get(item.dest_index)
+        if view is not None:
+            return view.dtype, view.device
+        return self.schedule.destinations[item.dest_index][0].dtype, torch.device("cpu")
+
+    def destination(self, item: ReadItem) -> torch.Tensor:
+        view = self._views.get(item.dest_index)
+        if view is None:
+            leaf, _ = self.schedule.destinations[item.dest_index]
+            view = leaf.tensor if leaf.tensor is not None else torch.empty(0)
+        for d, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            view = view.narrow(d, offset, length)
+        return view
+
+    def finish(self) -> None:
+        """Nothing is left to be found wrong."""
+
+    def hand_over(self) -> None:
+        """Put extra states into the dict; ``FlatModelState.load_state_dict`` takes them."""
+        for leaf in self.schedule.leaves:
+            if leaf.kind not in ("object", "whole"):
+                continue
+            (key,) = leaf.sources.values()
+            value = self.objects[key] if leaf.kind == "object" else leaf.tensor
+            if leaf.path:
+                if not isinstance(self._fresh.get(leaf.name), dict):
+                    self._fresh[leaf.name] = {}
+                set_leaf(self._fresh[leaf.name], leaf.path, value)
+            else:
+                self._fresh[leaf.name] = value
+        self.value.update(self._fresh)
+        self.guard.loaded = True
+
+    def release(self) -> None:
+        """Let go of all tensors."""
+        self.schedule.leaves.clear()
+        self.schedule.destinations.clear()
+        self.objects.clear()
+        self._views.clear()
+        self.value, self.live = {}, {}
+
+
+class _Saved(NamedTuple):
+    """An entry of a checkpoint: its key, its storage if it is a tensor, and its path below the
+    name (of an extra state that is a mapping)."""
+
+    key: str
+    storage: TensorStorageMetadata | None
+    path: Path
+
+
+def _saved_under(metadata: Metadata, path: tuple[str, ...]) -> dict[str, _Saved]:
+    """Name below ``path`` -> what the checkpoint has of it, whoever wrote it."""
+    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    prefix = ".".join(path) + "."
+    found = {}
+    for key, storage in metadata.state_dict_metadata.items():
+        where = tuple(paths.get(key) or ())
+        elsewhere = len(where) > 1 and where[: len(path)] != path
+        if key.startswith(prefix) and not elsewhere:
+            tensor = storage if isinstance(storage, TensorStorageMetadata) else None
+            found[key[len(prefix) :]] = _Saved(key, tensor, where[len(path) + 1 :])
+    return found
