@@ -100,6 +100,7 @@ class Exchange:
         self._held_bytes = 0
         self._payloads: dict[ReadItem, bytes] = {}
         self._events: dict[int, torch.cuda.Event] = {}
+        self._devices: set[torch.device] = set()  # GPUs that data went to or came from
         self._changed = threading.Condition()
         self._progress = time.monotonic()
         self._idle = False  # the thread waits for this rank's reads
@@ -196,6 +197,8 @@ class Exchange:
                     self._transfer(messages)
                     self.stats.seconds += time.perf_counter() - begin
                 self._agree(set(range(len(self.reads))))
+                for device in self._devices:  # who waits for us uses a stream of its own
+                    torch.cuda.synchronize(device)
         except ExchangeError as error:
             self._error = error
         except BaseException as error:  # raised by wait()
@@ -224,7 +227,6 @@ class Exchange:
         device = next(d for d in devices if d.type == "cuda")
         with torch.cuda.device(device):
             yield
-            torch.cuda.synchronize(device)
 
     def _agree(self, needs: set[int]) -> None:
         """Return when all ranks have read what the round needs; raise if one has failed."""
@@ -302,6 +304,7 @@ class Exchange:
             views = [self._resolve(part.of(self._items)).detach() for part in message.parts]
         else:
             views = [self._held[self.reads[n]] for n in message.needs]
+        self._devices.update(view.device for view in views if view.is_cuda)
         for need in message.needs:
             event = self._events.pop(need, None)
             if event is not None:
