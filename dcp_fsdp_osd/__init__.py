@@ -6,14 +6,17 @@ See :class:`FlatOptimSavePlanner` and :class:`FlatOptimLoadPlanner`.
 from .errors import (
     CheckpointMismatchError,
     CorruptCheckpointError,
+    ExchangeError,
     FlatOptimError,
     LayoutError,
     StorageError,
     UnsafeCheckpointError,
     UnsupportedTorchError,
 )
+from .full_state import FullStateReader
 from .layout import FlatLayout
 from .load_planner import FlatOptimLoadPlanner
+from .model_state import FlatModelState
 from .optim_state import FlatOptimState
 from .save_planner import FlatOptimSavePlanner
 from .storage import StreamingReader, StreamingWriter, latest
@@ -21,11 +24,14 @@ from .storage import StreamingReader, StreamingWriter, latest
 __all__ = [
     "CheckpointMismatchError",
     "CorruptCheckpointError",
+    "ExchangeError",
     "FlatLayout",
+    "FlatModelState",
     "FlatOptimError",
     "FlatOptimLoadPlanner",
     "FlatOptimSavePlanner",
     "FlatOptimState",
+    "FullStateReader",
     "LayoutError",
     "StorageError",
     "StreamingReader",

@@ -18,7 +18,12 @@ import torch.distributed as dist
 from .errors import UnsupportedTorchError
 from .exchange_plan import Message
 
-__all__ = ["Channels", "job_store"]
+__all__ = ["Channels", "can_connect", "job_store"]
+
+
+def can_connect() -> bool:
+    """Whether this torch tells where the ranks of the job can meet."""
+    return hasattr(dist.ProcessGroup, "get_group_store")
 
 
 def job_store() -> Any:

@@ -94,13 +94,15 @@ class FormLoad(OptimLoad):
         for leaf in self.schedule.leaves:
             if leaf.kind == "object":
                 continue
-            sharded = self.form == "sharded" and leaf.param is not None and leaf.shape
-            device = self._device(leaf) if sharded else torch.device("cpu")
             if leaf.kind == "dtensor" and leaf.param is not None:
                 leaf.tensor = empty_dtensor(self.target.params[leaf.param], leaf.dtype)
                 continue
             (piece,) = (p for p in leaf.pieces.values() if p is not None)
-            leaf.tensor = empty_for_reading(piece.box.sizes, leaf.dtype, device)
+            leaf.tensor = empty_for_reading(piece.box.sizes, leaf.dtype, self._place(leaf))
+
+    def _place(self, leaf: Leaf) -> torch.device:
+        sharded = self.form == "sharded" and leaf.param is not None and leaf.shape
+        return self._device(leaf) if sharded else torch.device("cpu")
 
     def finish(self) -> None:
         if self.idle:

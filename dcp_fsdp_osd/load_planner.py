@@ -1,19 +1,21 @@
 """FlatOptimLoadPlanner: DCP's default load planner, plus flat optimizer state read in place.
 
 Order of calls, by ``dcp.load``: ``set_up_planner`` and ``create_local_plan`` on every rank,
-``create_global_plan`` on the coordinator (where mismatches of all ranks become one error,
-before any tensor is allocated or touched), ``finish_plan`` on every rank (which allocates), then
-``resolve_tensor``/``commit_tensor``/``load_bytes`` from the storage reader, from any thread.
-When the last item is committed, the optimizer's state dict is put together.
+``create_global_plan`` on the coordinator (where mismatches of all ranks become one error, before
+any tensor is allocated or touched, and where it is agreed who reads what for whom),
+``finish_plan`` on every rank (which allocates), then ``resolve_tensor``/``commit_tensor``/
+``load_bytes`` from the storage reader, from any thread. The commit of the last item waits for what
+other ranks read for this one, and puts the optimizer's state dict together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,16 +25,22 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_load_plan,
 )
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from .errors import CheckpointMismatchError, LayoutError
+from .exchange import Exchange, ExchangeStats
 from .fsdp import Target, describe_target
 from .load_forms import FormLoad
 from .load_state import OptimLoad
+from .model_load import ModelLoad
+from .model_state import find_model
 from .optim_state import load_object
-from .tree import find_optim, with_optim_removed
+from .read_once import Broadcast, RankReads, SharedReads, describe, plan_reads
+from .tree import find_optim, key_tuple, with_optim_removed
 
 __all__ = ["FlatOptimLoadPlanner"]
+
+_AUTO: Broadcast = "auto"
 
 
 @dataclasses.dataclass
@@ -43,6 +51,15 @@ class _LocalData:
     names: dict[str, list[str]]  # key -> FQNs (and other names) that this rank has a use for
     saved: dict[str, list[str]]  # key -> FQNs in the checkpoint
     strict: bool
+    reads: RankReads
+
+
+@dataclasses.dataclass
+class _FinalData:
+    """``planner_data`` of a rank's share of the global plan."""
+
+    skipped: list[str]
+    shared: SharedReads | None
 
 
 class FlatOptimLoadPlanner(DefaultLoadPlanner):
@@ -54,6 +71,8 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             parameters, state, groups and RNG stay as they are.
         key: where the optimizer's state dict lies in the state dict that is loaded; nested
             places are written with dots. Not used with a mapping.
+        model_key: where a :class:`FlatModelState` lies, or several of such keys; it is loaded into
+            the model's own memory. What else lies there goes DCP's default way.
         form: what an empty dict is filled with. ``"flat"``: what ``optim.load_state_dict``
             takes, with this rank's flat tensors. ``"sharded"`` and ``"full"``: what
             ``set_optimizer_state_dict`` takes, with FQNs for keys, and with DTensors or
@@ -62,6 +81,13 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             alone; other ranks read nothing and keep an empty dict.
         strict: missing, extra or misshapen FQNs are an error. With False they are skipped,
             what is there stays as it is to the bit, and :attr:`skipped` lists them.
+        broadcast: whether what several ranks want alike (replicas, scalars, objects, whole tensors;
+            of the whole state dict) is read by one of them, each a part, and handed on, over NCCL
+            to CUDA tensors where the job uses it, else over gloo. ``"auto"``: where it pays
+            (:func:`~dcp_fsdp_osd.read_once.plan_reads` has the rule). Off if off on any rank.
+        stall_seconds: for how long a rank may not answer the others, or (with a storage reader
+            other than ``StreamingReader``, which reports its errors) commit nothing, before all
+            ranks raise. Applies with `broadcast` alone.
         default_planner_options: of ``DefaultLoadPlanner``; ``flatten_state_dict=False`` is refused.
 
     The dict under each key is one of
@@ -80,11 +106,13 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
 
     Attributes:
         skipped: after a load with ``strict=False``: a line for each entry that was skipped.
+        exchanged: what the last load sent and received, or None if each rank read for itself.
 
     Raises:
         LayoutError: from the constructor, if the optimizer's parameters are not the model's.
         CheckpointMismatchError: (within DCP's ``CheckpointException``, on every rank) the
             checkpoint is not of this model and optimizer; lists all mismatches.
+        ExchangeError: (likewise) another rank failed, whose rank and error it names.
 
     Replaces ``FSDP.optim_state_dict_to_load`` and ``load_sharded_optimizer_state_dict``.
     """
@@ -95,11 +123,16 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         optim: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         *,
         key: str = "optim",
+        model_key: str | Sequence[str] | None = "model",
         form: str = "flat",
         rank0_only: bool = False,
         strict: bool = True,
+        broadcast: Broadcast = "auto",
+        stall_seconds: float = 300.0,
         **default_planner_options: Any,
     ) -> None:
+        if broadcast not in (True, False, "auto"):
+            raise ValueError(f"expected broadcast=True, False or 'auto', found {broadcast!r}")
         if form not in ("flat", "sharded", "full"):
             raise ValueError(f"expected form='flat', 'sharded' or 'full', found {form!r}")
         if rank0_only and form != "full":
@@ -108,6 +141,8 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         targets = {name: describe_target(model, o) for name, o in optims.items()}
         self._init(optims, targets, strict, default_planner_options)
         self._form, self._rank0_only = form, rank0_only
+        self._broadcast, self._stall = broadcast, stall_seconds
+        self._model_keys = key_tuple(model_key)
 
     @classmethod
     def from_targets(
@@ -138,12 +173,17 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         super().__init__(**options)
         self._optims, self._targets, self._strict = optims, targets, strict
         self._form, self._rank0_only = "flat", False
+        self._broadcast, self._stall = _AUTO, 300.0
+        self._model_keys = ()
         self._lock = threading.Lock()
-        self._loads: dict[str, OptimLoad] = {}
-        self._owner: dict[str, OptimLoad] = {}
+        self._loads: dict[str, OptimLoad | ModelLoad] = {}
+        self._owner: dict[str, OptimLoad | ModelLoad] = {}
         self._pending: set[ReadItem] = set()
         self._given: dict[str, Any] = {}
+        self._items: list[ReadItem] = []
+        self._exchange: Exchange | None = None
         self.skipped: list[str] = []
+        self.exchanged: ExchangeStats | None = None
 
     # ------------------------------------------------------------ planning
 
@@ -157,6 +197,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         if metadata is None:
             raise CheckpointMismatchError("expected the checkpoint's metadata, found none")
         self._loads, self._owner, self._pending, self.skipped = {}, {}, set(), []
+        self._items, self._exchange, self.exchanged = [], None, None
         for key, target in self._targets.items():
             path, value = find_optim(state_dict, key)
             optim = self._optims[key]
@@ -173,6 +214,10 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
                 load.idle = self._rank0_only and not is_coordinator
             if load.applies:
                 self._loads[key] = load
+        for key in self._model_keys:
+            model = find_model(state_dict, key)
+            if model is not None:
+                self._loads[key] = ModelLoad(*model, metadata=metadata)
         rest = with_optim_removed(state_dict, [load.path for load in self._loads.values()])
         super().set_up_planner(rest, metadata, is_coordinator)
         self._given = state_dict
@@ -182,17 +227,31 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         plan = self._default_plan()
         self.original_state_dict = self._given  # where DCP's default planner puts objects
         items = list(plan.items)
-        data = _LocalData({}, {}, {}, self._strict)
+        problems: dict[str, list[str]] = {}
+        names: dict[str, list[str]] = {}
+        saved: dict[str, list[str]] = {}
         for key, load in self._loads.items():
             schedule = load.plan()
             own = schedule.items
-            data.problems[key] = schedule.problems
-            data.names[key] = load.names()
-            data.saved[key] = load.saved_names()
-            self._pending.update(own)
+            problems[key] = schedule.problems
+            names[key] = load.names()
+            saved[key] = load.saved_names()
             self._owner.update((item.dest_index.fqn, load) for item in own)
             items += own
-        return dataclasses.replace(plan, items=items, planner_data=data)
+        self._items = items
+        reads = describe(items, self._place, self._broadcast, self._rank0_only)
+        data = _LocalData(problems, names, saved, self._strict, reads)
+        return dataclasses.replace(plan, items=list(items), planner_data=data)
+
+    def _place(self, item: ReadItem) -> tuple[torch.dtype | None, torch.device]:
+        """The dtype and device of what ``item`` is read to; nothing is allocated."""
+        if item.type == LoadItemType.BYTE_IO:
+            return None, torch.device("cpu")
+        load = self._owner.get(item.dest_index.fqn)
+        if load is not None:
+            return load.place(item)
+        tensor: torch.Tensor = super().resolve_tensor(item)
+        return tensor.dtype, tensor.device
 
     def _default_plan(self) -> LoadPlan:
         """DCP's plan of everything else.
@@ -227,8 +286,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             extra = sorted({n for d in data for n in d.saved.get(key, ())} - known)
             lines = [line + _on(ranks, len(data)) for line, ranks in found.items()]
             lines += [
-                f"{name}: in the checkpoint, but the optimizer has no such parameter"
-                for name in extra
+                f"{name}: in the checkpoint, but the {self._loads[key].what}" for name in extra
             ]
             if lines and any(d.strict for d in data):
                 raise CheckpointMismatchError(
@@ -237,18 +295,45 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
                     + "\nPass strict=False to load the rest and leave these as they are"
                 )
             skipped += lines
-        told = [dataclasses.replace(plan, planner_data=skipped) for plan in global_plan]
+        if self.metadata is None:
+            raise CheckpointMismatchError("expected set_up_planner to be called first")
+        shared = plan_reads(global_plan, [d.reads for d in data], self.metadata)
+        told = [
+            dataclasses.replace(
+                plan, planner_data=_FinalData(skipped, shared[rank] if shared else None)
+            )
+            for rank, plan in enumerate(global_plan)
+        ]
         return super().create_global_plan(told)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Allocate; from here on tensors may be written."""
+        """Allocate, and keep this rank's reads; from here on tensors may be written."""
+        final = new_plan.planner_data
+        if not isinstance(final, _FinalData):
+            final = _FinalData([], None)
         plan = super().finish_plan(dataclasses.replace(new_plan, planner_data=None))
-        self._skip(new_plan.planner_data or [])
-        for load in self._loads.values():
-            load.allocate()
-        if self._loads and not self._pending:
+        if final.shared is None:
+            self._pending.update(plan.items)
+            self._allocate(final.skipped)
+        else:
+            exchange = final.shared.begin(self._items, self._resolve, self._stall)
+            self._exchange, self.exchanged = exchange, exchange.stats
+            with self._reported():
+                try:  # what fails here is told by the exchange's thread
+                    self._allocate(final.skipped)
+                    reads = [*exchange.reads, *final.shared.own_reads(self._items)]
+                finally:
+                    exchange.start()
+            plan = dataclasses.replace(plan, items=list(dict.fromkeys(reads)))
+            self._pending.update(plan.items)
+        if not self._pending:
             self._finish()
         return plan
+
+    def _allocate(self, skipped: list[str]) -> None:
+        self._skip(skipped)
+        for load in self._loads.values():
+            load.allocate()
 
     def _skip(self, lines: list[str]) -> None:
         self.skipped += lines
@@ -260,6 +345,12 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The memory that ``read_item`` is to be read into: a view of the state itself."""
+        with self._reported():
+            exchange = self._exchange
+            scratch = exchange.resolve_read(read_item) if exchange is not None else None
+            return self._resolve(read_item) if scratch is None else scratch
+
+    def _resolve(self, read_item: ReadItem) -> torch.Tensor:
         load = self._owner.get(read_item.dest_index.fqn)
         if load is None:
             tensor: torch.Tensor = super().resolve_tensor(read_item)
@@ -268,20 +359,40 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """``tensor`` (of :meth:`resolve_tensor`) is loaded."""
-        load = self._owner.get(read_item.dest_index.fqn)
-        if load is None:
-            super().commit_tensor(read_item, tensor)
-        else:
+        with self._reported():
+            if read_item.dest_index.fqn not in self._owner:
+                super().commit_tensor(read_item, tensor)
+            if self._exchange is not None:
+                self._exchange.committed(read_item, tensor)
             self._done(read_item)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take an entry that is no tensor."""
-        load = self._owner.get(read_item.dest_index.fqn)
-        if load is None:
-            super().load_bytes(read_item, value)
-        else:
-            load.objects[read_item.dest_index.fqn] = load_object(value)
+        with self._reported():
+            if self._exchange is None or self._exchange.took_object(read_item, value):
+                self._take_object(read_item, value)
             self._done(read_item)
+
+    def on_read_error(self, error: BaseException) -> None:
+        """The storage reader has failed: tell the other ranks (``StreamingReader`` calls this)."""
+        if self._exchange is not None:
+            self._exchange.failed(error)
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Tell the other ranks of an error, whatever the storage reader makes of it."""
+        try:
+            yield
+        except BaseException as error:
+            self.on_read_error(error)
+            raise
+
+    def _take_object(self, item: ReadItem, value: io.BytesIO) -> None:
+        load = self._owner.get(item.dest_index.fqn)
+        if load is None:
+            super().load_bytes(item, value)
+        else:
+            load.objects[item.dest_index.fqn] = load_object(value)
 
     def _done(self, item: ReadItem) -> None:
         with self._lock:
@@ -291,7 +402,12 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
                     self._finish()
 
     def _finish(self) -> None:
-        """All optimizers' reads are done: check all of them, then fill all of their dicts."""
+        """All reads are done: check all optimizers, then fill all of their dicts."""
+        if self._exchange is not None:
+            self._exchange.wait()
+            for item, payload in self._exchange.objects:
+                self._take_object(item, io.BytesIO(payload))
+            self._exchange = None
         for load in self._loads.values():
             load.finish()
         for load in self._loads.values():

@@ -137,6 +137,19 @@ class OptimLoad:
             return torch.device("cpu")
         return self.target.devices[leaf.param]
 
+    def place(self, item: ReadItem) -> tuple[torch.dtype | None, torch.device]:
+        """Dtype and device of :meth:`destination`, which need not be allocated yet."""
+        found = self.schedule.destinations.get(item.dest_index)
+        if found is None:  # an object
+            return None, torch.device("cpu")
+        leaf, _ = found
+        if leaf.tensor is not None and leaf.kind != "scalar":
+            return leaf.dtype, leaf.tensor.device
+        return leaf.dtype, self._place(leaf)
+
+    def _place(self, leaf: Leaf) -> torch.device:
+        return torch.device("cpu") if leaf.kind == "scalar" else self._device(leaf)
+
     def destination(self, item: ReadItem) -> torch.Tensor:
         leaf, piece = self.schedule.destinations[item.dest_index]
         if leaf.kind == "scalar":

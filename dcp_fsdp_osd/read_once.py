@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from .channels import Channels, job_store
+from .channels import Channels, can_connect, job_store
 from .exchange import Exchange
 from .exchange_plan import ExchangePlan, RankSchedule, plan_exchange
 from .shared_reads import Participant, in_order
@@ -99,11 +99,14 @@ def describe(
     """This rank's reads.  ``place`` gives the dtype and device that an item is read to."""
     ordered = in_order(items)
     places = [place(item) for item in ordered]
-    nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend_config()
+    connected = dist.is_available() and dist.is_initialized()
+    nccl = connected and "nccl" in dist.get_backend_config()
+    if broadcast == "auto" and not (connected and can_connect()):
+        broadcast = False
     dtypes = tuple(dtype for dtype, _ in places)
     cuda = tuple(nccl and device.type == "cuda" for _, device in places)
     return RankReads(
-        rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
+        rank=dist.get_rank() if connected else 0,
         host=socket.gethostname(),
         broadcast=broadcast,
         spread=spread,

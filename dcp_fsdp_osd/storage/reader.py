@@ -23,6 +23,7 @@ from dcp_fsdp_osd.storage.metadata import (
     load_metadata,
     metadata_name,
 )
+from dcp_fsdp_osd.storage.once import from_first_rank
 from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors
 from dcp_fsdp_osd.storage.store import Backend
 from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats
@@ -135,7 +136,9 @@ class StreamingReader(StorageReader):
             else:
                 self._global_error = None
                 try:
-                    data = self._read_metadata_once()
+                    data = from_first_rank(
+                        self._group, "read the metadata", self._read_metadata_file
+                    )
                 except BaseException as error:
                     self._global_error = error
                     raise
@@ -242,28 +245,3 @@ class StreamingReader(StorageReader):
             ) from error
         self.stats.add(bytes=len(data))
         return data
-
-    def _read_metadata_once(self) -> bytes:
-        """The file's bytes, read by the first rank of the process group for all of it."""
-        group = self._group
-        if group is None or dist.get_world_size(group) == 1:
-            return self._read_metadata_file()
-        found: list[Any] = [None]
-        failure: Exception | None = None
-        if dist.get_rank(group) == 0:
-            try:
-                found = [self._read_metadata_file()]
-            except Exception as error:
-                # As text: not every client's error can be pickled.
-                missing = isinstance(error.__cause__, FileNotFoundError)
-                found = [(type(error).__name__, str(error), missing)]
-                failure = error
-        dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
-        if failure is not None:
-            raise failure
-        if isinstance(found[0], bytes):
-            return found[0]
-        kind, text, missing = found[0]
-        raise StorageError(
-            f"rank 0 of the process group could not read the metadata: {kind}: {text}"
-        ) from (FileNotFoundError(text) if missing else None)
