@@ -14,6 +14,8 @@ import contextlib
 import os
 import queue
 import re
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -33,6 +35,7 @@ from dcp_fsdp_osd.storage.store import (
 __all__ = ["ObstoreStore", "serves"]
 
 _READ = 8 << 20
+_MANY = 64  # pieces; more of them are cheaper to copy than to hand over one by one
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 # What s3fs, gcsfs and adlfs call things: options that have one of these are meant for fsspec.
 _FSSPEC_OPTIONS = {
@@ -84,18 +87,17 @@ def serves(config: StoreConfig) -> bool:
 class ObstoreStore:
     """A key prefix in a bucket or container.
 
-    Files are uploaded as streams: obstore cuts them into multipart parts, sends some of them at a
+    obstore takes an upload as a stream: it cuts multipart parts from it, sends some of them at a
     time, retries them, and aborts the upload when the stream fails.
     """
 
     limits = Limits(
-        order="stream",
+        order="queue",
         read_copies=1,
         write_copies=1,
         gap=1 << 17,
         min_part=5 << 20,
         max_parts=10_000,
-        sends_parts=True,
     )
 
     def __init__(self, config: StoreConfig) -> None:
@@ -196,13 +198,14 @@ class ObstoreStore:
 
     def is_transient(self, error: BaseException) -> bool:
         status = _status(error)
-        text = str(error)
         if status is not None:
-            return status in (408, 409, 429) or status >= 500 or "ExpiredToken" in text
+            return status in (408, 409, 429) or status >= 500 or _is_expired(error)
         if isinstance(error, ConnectionError | TimeoutError):
             return True
         return isinstance(error, self.obs.exceptions.GenericError) and bool(
-            re.search(r"HTTP error|error sending|timed out|timeout|connection|body", text, re.I)
+            re.search(
+                r"HTTP error|error sending|timed out|timeout|connection|body", str(error), re.I
+            )
         )
 
     def close(self) -> None:
@@ -210,70 +213,125 @@ class ObstoreStore:
 
 
 class _ObstoreUpload:
-    """One object.  A thread runs obstore's put, which draws parts from us as it sends them."""
+    """One object.  A thread runs obstore's put, which draws parts from us as it sends them.
+
+    Parts are sent from the caller's own memory: obstore holds a view of it until the part has been
+    received, and :meth:`write` returns when all those views are gone.
+    """
 
     def __init__(self, store: ObstoreStore, name: str, part_size: int, parallel: int) -> None:
         self._store = store
         self._name = name
         self._part_size = part_size
         self._parallel = parallel
-        self._parts: queue.Queue[bytes | BaseException | None] = queue.Queue(maxsize=1)
+        self._parts: queue.SimpleQueue[list[memoryview] | None] = queue.SimpleQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcp_fsdp_osd_put")
+        self._turn = threading.Condition()
+        self._next = 0  # offset of the part that is handed over next
+        self._over = False
         self._sent: Future[Any] | None = None
 
     def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
-        # obstore reads a part's memory until the part is sent, long after it drew it: a copy.
-        data = b"".join(pieces)
-        if offset == 0 and len(data) < self._part_size:
-            self._store.obs.put(self._store.store, self._name, data, use_multipart=False)
+        size = sum(map(len, pieces))
+        if offset == 0 and size < self._part_size:
+            self._store.obs.put(self._store.store, self._name, iter(pieces), use_multipart=False)
             return
-        if self._sent is None:
-            self._sent = self._thread.submit(
-                self._store.obs.put,
-                self._store.store,
-                self._name,
-                self._draw(),
-                chunk_size=self._part_size,
-                max_concurrency=self._parallel,
-            )
-        self._hand_over(data)
-
-    def _hand_over(self, part: bytes | BaseException | None) -> None:
-        assert self._sent is not None
-        while True:
+        many = len(pieces) > _MANY
+        views = [memoryview(b"".join(pieces))] if many else [piece[:] for piece in pieces]
+        with self._turn:
+            # Writes begin in order, so that of the part before this one has begun.
+            while self._next != offset:
+                if self._over or (self._sent is not None and self._sent.done()):
+                    self._raise()
+                self._turn.wait(0.1)
+            if self._sent is None:
+                self._sent = self._thread.submit(
+                    self._store.obs.put,
+                    self._store.store,
+                    self._name,
+                    self._draw(),
+                    chunk_size=self._part_size,
+                    max_concurrency=self._parallel,
+                )
+            gone = _Gone(views)
+            self._parts.put(views)
+            if size < self._part_size:
+                self._parts.put(None)  # the last part is sent when the stream ends
+            self._next += size
+            self._turn.notify_all()
+        del views
+        while not gone.wait(0.1):
             if self._sent.done():
-                self._await()
-                raise StorageError(f"{self._name}: the upload ended early")
-            with contextlib.suppress(queue.Full):
-                self._parts.put(part, timeout=0.1)
-                return
+                break
+        if self._sent.done():
+            self._await()
+
+    def _raise(self) -> None:
+        if self._sent is not None:
+            self._await()
+        raise StorageError(f"{self._name}: the upload ended early")
 
     def _await(self) -> None:
         assert self._sent is not None
         try:
             self._sent.result()
         except Exception as error:
-            raise NoRetryError from error  # what obstore drew from us is gone
+            # What obstore drew from us is gone, so that the parts cannot be sent again.
+            if not _is_expired(error):
+                raise NoRetryError from error
+            raise NoRetryError from StorageError(
+                "the credentials expired during an upload, which obstore cannot resume: pass a "
+                "credential_provider that says when they expire (expires_at), so that obstore "
+                f"renews them in time, or backend='fsspec' ({type(error).__name__}: {error})"
+            )
 
-    def _draw(self) -> Iterator[bytes]:
+    def _draw(self) -> Iterator[memoryview]:
+        """What obstore takes.  Nothing here keeps a view that was taken."""
         while (part := self._parts.get()) is not None:
-            if isinstance(part, BaseException):
-                raise part
-            yield part
+            if self._over:
+                raise InterruptedError("the save failed")
+            part.reverse()
+            while part:
+                yield part.pop()
 
     def complete(self, size: int) -> None:
         del size  # the writer checks it before the commit
         if self._sent is not None:
-            self._hand_over(None)
+            self._parts.put(None)
             self._await()
         self._thread.shutdown()
 
     def abort(self) -> None:
+        self._over = True
         if self._sent is not None and not self._sent.done():
+            self._parts.put([])
             with contextlib.suppress(Exception):
-                self._hand_over(InterruptedError("the save failed"))
                 self._sent.result()
         self._thread.shutdown(wait=False)
+
+
+class _Gone:
+    """Waits until nothing refers to any of some views any more."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        # A lock, because a thread may lose the last reference anywhere, and releasing is atomic.
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        left = list(range(len(views)))
+
+        def gone(_: object) -> None:
+            if left.pop() == 0:  # the last one
+                self._lock.release()
+
+        self._refs = [weakref.ref(view, gone) for view in views]
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has happened within that time."""
+        return self._lock.acquire(timeout=seconds)
+
+
+def _is_expired(error: BaseException) -> bool:
+    return any("ExpiredToken" in str(cause) for cause in causes(error))
 
 
 def _status(error: BaseException) -> int | None:

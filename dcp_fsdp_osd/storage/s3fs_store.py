@@ -14,6 +14,8 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from botocore.config import Config
+
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig, causes
 
@@ -43,6 +45,9 @@ def s3fs_options(config: StoreConfig) -> dict[str, Any]:
         "max_pool_connections": config.concurrency + 2,
         "retries": {"total_max_attempts": 1},
     }
+    if "request_checksum_calculation" in Config.OPTION_DEFAULTS:  # botocore >= 1.36
+        # Entries carry checksums of their own; one more would be computed on s3fs's only thread.
+        defaults["request_checksum_calculation"] = "when_required"
     return {
         **config.options,
         "config_kwargs": {**defaults, **(config.options.get("config_kwargs") or {})},
@@ -71,6 +76,7 @@ class S3fsStore:
         self._fs = fs
         fs.retries = 1
         self.bucket, self._prefix, _ = fs.split_path(path.rstrip("/") + "/")
+        self._idle: list[bytearray] = []
 
     def call(self, method: str, **kwargs: Any) -> Any:
         """One S3 API call on this bucket; blocks."""
@@ -88,6 +94,29 @@ class S3fsStore:
         except (asyncio.TimeoutError, concurrent.futures.TimeoutError):
             future.cancel()
             raise TimeoutError(f"no answer within {self._seconds:.1f} s") from None
+
+    def joined(self, pieces: Sequence[memoryview]) -> bytearray:
+        """`pieces`, one after the other, in a buffer that :meth:`give_back` may get again."""
+        size = sum(map(len, pieces))
+        try:
+            body = self._idle.pop()
+        except IndexError:
+            body = bytearray()
+        if len(body) != size:
+            body = bytearray(size)
+        position, view = 0, memoryview(body)
+        for piece in pieces:
+            view[position : position + len(piece)] = piece
+            position += len(piece)
+        return body
+
+    def give_back(self, body: bytearray) -> None:
+        """Keep a buffer of :meth:`joined`, which nothing reads any more, until :meth:`forget`."""
+        self._idle.append(body)
+
+    def forget(self) -> None:
+        """Free buffers that are not in use."""
+        self._idle.clear()
 
     def key(self, name: str) -> str:
         return f"{self._prefix}{name}"
@@ -248,7 +277,8 @@ class _S3Upload:
         self._etags: dict[int, str] = {}
 
     def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
-        body = b"".join(pieces)
+        # Fresh memory would cost more than the copy.
+        body = self._store.joined(pieces)
         key = self._store.key(self._name)
         if offset == 0 and len(body) < self._part_size:
             self._store.call("put_object", Key=key, Body=body)
@@ -263,8 +293,11 @@ class _S3Upload:
         )
         with self._lock:
             self._etags[number] = done["ETag"]
+        # Only now: a request that failed may be read from for a while yet.
+        self._store.give_back(body)
 
     def complete(self, size: int) -> None:
+        self._store.forget()
         if self._upload_id is None:
             return
         parts = [{"PartNumber": n, "ETag": tag} for n, tag in sorted(self._etags.items())]
@@ -282,6 +315,7 @@ class _S3Upload:
         self._upload_id = None
 
     def abort(self) -> None:
+        self._store.forget()
         if self._upload_id is not None:
             self._store.call(
                 "abort_multipart_upload",

@@ -53,20 +53,19 @@ class Limits:
     Attributes:
         order: how :meth:`Upload.write` must be called: ``"any"`` offset and length, at once;
             ``"parts"``: pieces of exactly the writer's part size but the last, at once;
+            ``"queue"``: the same, begun in order;
             ``"stream"``: in order, one after the other.
         read_copies, write_copies: how many copies of a piece the client itself makes.
         gap: ranges this close together are read as one.
         min_part, max_parts: bounds of a multipart upload.
-        sends_parts: a ``"stream"`` store that holds parts of it and sends several at a time.
     """
 
-    order: Literal["any", "parts", "stream"]
+    order: Literal["any", "parts", "queue", "stream"]
     read_copies: int
     write_copies: int
     gap: int
     min_part: int = 1
     max_parts: int = 1 << 40
-    sends_parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class Store(Protocol):
     def create(self, name: str, part_size: int, parallel: int) -> Upload:
         """Begin a new file, and the folder if need be.
 
-        A store that `sends_parts` sends and holds at most `parallel` parts at a time.
+        At most about `parallel` parts of it need to be under way at a time.
         """
 
     def put(self, name: str, data: bytes, *, exclusive: bool) -> None:

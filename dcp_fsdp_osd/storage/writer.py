@@ -31,6 +31,7 @@ __all__ = ["StreamingWriter"]
 _LOCAL_PART = 32 << 20
 _REMOTE_PART = 8 << 20
 _LOCAL_THREADS = 2  # one writes while the other's part is hashed
+_FILES = 4
 _FILE_BYTES = 64 << 20  # a rank begins a second file when it has about this much for each
 
 
@@ -229,10 +230,13 @@ class StreamingWriter(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner, ticket: _Ticket) -> list[WriteResult]:
         limits = self._session.store.limits
-        nbytes = sum(map(item_bytes, plan.items))
-        files, parallel, part_size = self._shape(limits, nbytes)
+        part_size = self._part_bytes(limits, sum(map(item_bytes, plan.items)))
         plans = plan_files(
-            plan.items, prefix=ticket.prefix, save_id=ticket.save_id, files=files, least=_FILE_BYTES
+            plan.items,
+            prefix=ticket.prefix,
+            save_id=ticket.save_id,
+            files=_FILES,
+            least=_FILE_BYTES,
         )
         names = [file.name for file in plans]
         committer = self._committer
@@ -244,7 +248,6 @@ class StreamingWriter(StorageWriter):
                 uploads,
                 checksum=ticket.checksum,
                 part_size=part_size,
-                parallel=parallel,
             )
             if ticket.ranks > 1:
                 committer.raise_if_aborted(ticket.save_id)
@@ -263,10 +266,10 @@ class StreamingWriter(StorageWriter):
         *,
         checksum: str | None,
         part_size: int,
-        parallel: int,
     ) -> list[WriteResult]:
         stats, session = self.stats, self._session
         threads = session.config.concurrency
+        parallel = -(-threads // max(len(plans), 1))
         limits = session.store.limits
         results: list[WriteResult] = []
         scratch = ScratchPool(part_size, self._max_inflight // part_size + 1)
@@ -279,8 +282,6 @@ class StreamingWriter(StorageWriter):
             ) as bar,
         ):
             budget = Budget(self._max_inflight, stats)
-            if limits.sends_parts:
-                budget.try_acquire(len(plans) * (parallel + 1) * part_size)
 
             def collect(chunks: list[Chunk]) -> None:
                 for chunk in chunks:
@@ -354,26 +355,22 @@ class StreamingWriter(StorageWriter):
             pool.drain()
         return results
 
-    def _shape(self, limits: Limits, largest: int) -> tuple[int, int, int]:
-        """How many files at once, how many parts of each, and the part size, so that all buffers
-        fit into the memory limit; `largest` is the size that one file could have.
+    def _part_bytes(self, limits: Limits, largest: int) -> int:
+        """The part size, so that a part's buffers fit into the memory limit; `largest` is the size
+        that one file could have.
         """
+        # A part is being filled: staged, and copied by the client.
+        most = self._max_inflight // (1 + limits.write_copies)
         default = _LOCAL_PART if self._session.is_local else _REMOTE_PART
-        most = 0
-        for files, parallel in ((4, 4), (2, 4), (1, 4), (1, 2), (1, 1)):
-            # A part is being filled and, staged, its copy; the store holds those that it sends.
-            held = files * (parallel + 1) if limits.sends_parts else 0
-            most = self._max_inflight // (1 + limits.write_copies + held)
-            wanted = self._part_size or default
-            part = max(min(wanted, most), limits.min_part)
-            part = max(part, -(-2 * largest // limits.max_parts))
-            part = max(part - part % 64, 64)
-            if part <= max(most, 64):
-                return files, parallel, part
-        raise StorageError(
-            f"max_inflight_bytes={self._max_inflight} is too small: {largest} bytes are written "
-            f"to this storage in parts of at least {limits.min_part}; {most} bytes fit"
-        )
+        part = max(min(self._part_size or default, most), limits.min_part)
+        part = max(part, -(-2 * largest // limits.max_parts))
+        part = max(part - part % 64, 64)
+        if part > max(most, 64):
+            raise StorageError(
+                f"max_inflight_bytes={self._max_inflight} is too small: {largest} bytes are "
+                f"written to this storage in parts of at least {limits.min_part}; {most} bytes fit"
+            )
+        return part
 
     @property
     def _committer(self) -> Committer:

@@ -174,6 +174,25 @@ def test_multipart_uploads_outlive_transient_faults(
     assert place.holds(state)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_credentials_that_expire_during_an_upload(
+    server: EmbeddedS3, proxy: FaultProxy, backend: str
+) -> None:
+    """s3fs sends the part again; obstore has lost it, and the error says what to do."""
+    place, state = Checkpoint(server, backend), make_state(15, mib=12)
+    rule = proxy.inject(TRANSIENT["expired"], method="PUT", path="partNumber=2")
+    if backend == "fsspec":
+        place.through(proxy).save(state)
+        assert place.holds(state)
+    else:
+        with pytest.raises(CheckpointException) as raised:
+            place.through(proxy).save(state)
+        text = str(cause_of(raised))
+        assert re.search(r"rank 0 .*credentials expired.*expires_at.*'fsspec'", text)
+        assert proxy.seen("DELETE", "uploadId=") and not proxy.seen("PUT", METADATA)
+    assert rule.hits == 1
+
+
 @pytest.mark.parametrize("backend", ["obstore", SLOW_FSSPEC])
 def test_a_lost_answer_to_each_request_of_an_overwrite(
     server: EmbeddedS3, proxy: FaultProxy, backend: str

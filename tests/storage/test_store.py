@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -48,7 +49,7 @@ def test_write_and_read(place: Place, size: int) -> None:
 
 def test_parts_in_parallel_and_any_order(place: Place) -> None:
     store = place.store()
-    if store.limits.order == "stream":
+    if store.limits.order in ("queue", "stream"):
         pytest.skip("writes of a file are in order here")
     data = os.urandom(3 * PART + 100)
     file = store.create("file", PART, 2)
@@ -56,6 +57,36 @@ def test_parts_in_parallel_and_any_order(place: Place) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda at: file.write(at, [memoryview(data)[at : at + PART]]), starts))
     file.write(PART, [memoryview(data)[PART : 2 * PART]])  # a retry of a part
+    file.complete(len(data))
+    assert store.read("file", len(data)) == data
+
+
+@pytest.mark.parametrize("last", [0, 12345])
+def test_memory_is_free_again_on_return(place: Place, last: int) -> None:
+    """Parts come from few buffers that are filled again, in many pieces now and then."""
+    store = place.store()
+    data = os.urandom(5 * PART + last)
+    buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+    for _ in range(2):
+        buffers.put(bytearray(PART))
+    file = store.create("file", PART, 2)
+
+    def write(start: int, buffer: bytearray) -> None:
+        step = 10_000 if start == PART else PART // 3
+        end = min(PART, len(data) - start)
+        file.write(start, [memoryview(buffer)[i : min(i + step, end)] for i in range(0, end, step)])
+        buffer[:] = b"x" * PART
+        buffers.put(buffer)
+
+    with ThreadPoolExecutor(1 if store.limits.order == "stream" else 2) as pool:
+        done = []
+        for start in range(0, len(data), PART):
+            buffer = buffers.get()
+            piece = data[start : start + PART]
+            buffer[: len(piece)] = piece
+            done.append(pool.submit(write, start, buffer))
+        for each in done:
+            each.result()
     file.complete(len(data))
     assert store.read("file", len(data)) == data
 
