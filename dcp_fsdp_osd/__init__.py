@@ -20,10 +20,12 @@ from .model_state import FlatModelState
 from .optim_state import FlatOptimState
 from .save_planner import FlatOptimSavePlanner
 from .storage import StreamingReader, StreamingWriter, latest
+from .verify import Difference, verify_model_state, verify_optim_state
 
 __all__ = [
     "CheckpointMismatchError",
     "CorruptCheckpointError",
+    "Difference",
     "ExchangeError",
     "FlatLayout",
     "FlatModelState",
@@ -39,4 +41,6 @@ __all__ = [
     "UnsafeCheckpointError",
     "UnsupportedTorchError",
     "latest",
+    "verify_model_state",
+    "verify_optim_state",
 ]

@@ -8,7 +8,7 @@ collective runs. Nothing is changed but by :func:`drop_unsharded`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,8 +98,7 @@ def _unit_shards(handle: Any, names: dict[nn.Module, list[str]]) -> Iterator[Fla
         piece = local[at.offset : at.offset + at.numel]
         if own and at.numel:
             piece = _replaced(getattr(info.module, info.param_name, None), piece, fqns[0])
-        segment = Segment(at.fqn, at.shape, at.start, at.stop, 0, at.order)
-        yield FlatShard(fqns, places, segment, piece)
+        yield FlatShard(fqns, places, replace(at, offset=0), piece)
 
 
 def _replaced(param: torch.Tensor | None, piece: torch.Tensor, fqn: str) -> torch.Tensor:

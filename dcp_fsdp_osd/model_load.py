@@ -80,7 +80,6 @@ class ModelLoad:
         self.objects: dict[str, Any] = {}
         self.late: list[str] = []
         self._views: dict[MetadataIndex, torch.Tensor] = {}
-        self._fresh: dict[str, Any] = {}
 
     def names(self) -> list[str]:
         """What this rank has a use for: its names, and the entries of its extra states."""
@@ -178,6 +177,11 @@ class ModelLoad:
             if leaf.kind == "whole":
                 leaf.tensor = empty_for_reading(leaf.shape, leaf.dtype, torch.device("cpu"))
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Of the model's own tensor."""
+        value: torch.Tensor = self.live[name]
+        return value.dtype
+
     def place(self, item: ReadItem) -> tuple[torch.dtype | None, torch.device]:
         """The dtype and device of what ``item`` is read to."""
         view = self._views.get(item.dest_index)
@@ -197,20 +201,23 @@ class ModelLoad:
     def finish(self) -> None:
         """Nothing is left to be found wrong."""
 
-    def hand_over(self) -> None:
-        """Put extra states into the dict; ``FlatModelState.load_state_dict`` takes them."""
+    def extra_states(self) -> dict[str, Any]:
+        """Extra states by name, all reads being done."""
+        fresh: dict[str, Any] = {}
         for leaf in self.schedule.leaves:
             if leaf.kind not in ("object", "whole"):
                 continue
             (key,) = leaf.sources.values()
             value = self.objects[key] if leaf.kind == "object" else leaf.tensor
             if leaf.path:
-                if not isinstance(self._fresh.get(leaf.name), dict):
-                    self._fresh[leaf.name] = {}
-                set_leaf(self._fresh[leaf.name], leaf.path, value)
+                set_leaf(fresh, (leaf.name, *leaf.path), value)
             else:
-                self._fresh[leaf.name] = value
-        self.value.update(self._fresh)
+                fresh[leaf.name] = value
+        return fresh
+
+    def hand_over(self) -> None:
+        """Put extra states into the dict; ``FlatModelState.load_state_dict`` takes them."""
+        self.value.update(self.extra_states())
         self.guard.loaded = True
 
     def release(self) -> None:

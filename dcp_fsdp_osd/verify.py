@@ -1,0 +1,217 @@
+"""Is what lies in a checkpoint what is live, bit for bit?  Without a second copy of either.
+
+Each rank reads its own elements again, a few MiB at a time into scratch that it lets go at once,
+and compares.  No tensor crosses between ranks; only what differs is told to all.
+
+Replaces ``_verify_osd_by_load`` of ``torch.testing._internal.distributed.common_state_dict``, which
+gathers the state, loads it into a second optimizer and compares the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+
+from .comparison import Comparison, Difference, ModelComparison, OptimComparison
+from .fsdp import describe_target
+from .load_state import OptimLoad
+from .model_load import ModelLoad
+from .model_state import FlatModelState
+from .optim_state import FlatOptimState, load_object
+from .shared_reads import narrowed
+from .storage import StreamingReader
+
+__all__ = ["Difference", "verify_model_state", "verify_optim_state"]
+
+_SCRATCH_BYTES = 4 << 20
+"""Most bytes of one read, where the reader can read parts."""
+
+
+def verify_optim_state(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    checkpoint: str | os.PathLike[str] | StorageReader,
+    *,
+    key: str = "optim",
+    process_group: dist.ProcessGroup | None = None,
+    max_ranges: int = 16,
+) -> list[Difference]:
+    """Where a checkpoint and a live optimizer differ: in state, in what has state, in options.
+
+    Collective over ``process_group`` (of all that loads the checkpoint; by default the default
+    group). Values are compared bit for bit, NaNs too; a scalar may be on any device. Nothing is
+    changed and nothing allocated but bounded scratch: reads of at most 4 MiB, some of them at a
+    time. With a reader other than ``StreamingReader`` a read is as large as the saved part, and
+    what it needs besides is its own matter. Values that are no tensors are read whole.
+
+    Args:
+        checkpoint: a path or URL, or a reader.
+        key: where the optimizer lies in the checkpoint.
+        max_ranges: most element ranges that are told of one tensor.
+
+    Returns:
+        The same list on every rank; empty if all is the same. Padding is not compared.
+
+    Raises:
+        CheckpointException: on every rank, if reading failed on any.
+    """
+
+    def begin(metadata: Metadata) -> Comparison:
+        target = describe_target(model, optim)
+        value = FlatOptimState(model, optim).state_dict()
+        path = tuple(key.split("."))
+        plan = OptimLoad(target, path, value, optim=optim, metadata=metadata, strict=True)
+        return OptimComparison(plan, metadata, max_ranges)
+
+    return _verify(begin, checkpoint, process_group)
+
+
+def verify_model_state(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str] | StorageReader,
+    *,
+    key: str = "model",
+    process_group: dist.ProcessGroup | None = None,
+    max_ranges: int = 16,
+) -> list[Difference]:
+    """Where a checkpoint and a live model's weights, buffers and extra states differ.
+
+    As :func:`verify_optim_state`. Of tied parameters the first name that the checkpoint has is
+    compared; buffers that FSDP1 keeps in a lower precision are compared as they are saved.
+    """
+
+    def begin(metadata: Metadata) -> Comparison:
+        path = tuple(key.split("."))
+        plan = ModelLoad(path, FlatModelState(model).state_dict(), metadata=metadata)
+        return ModelComparison(plan, metadata, max_ranges)
+
+    return _verify(begin, checkpoint, process_group)
+
+
+def _verify(
+    begin: Callable[[Metadata], Comparison],
+    checkpoint: str | os.PathLike[str] | StorageReader,
+    group: dist.ProcessGroup | None,
+) -> list[Difference]:
+    if isinstance(checkpoint, StorageReader):
+        reader = checkpoint
+    else:
+        reader = StreamingReader(checkpoint, concurrency=2, max_inflight_bytes=32 << 20)
+    planner = _ComparingPlanner(begin, parts=isinstance(reader, StreamingReader))
+    load({}, storage_reader=reader, planner=planner, process_group=group)
+    found = planner.finish()
+    told = [found]
+    if dist.is_available() and dist.is_initialized():
+        told = [found] * dist.get_world_size(group)
+        dist.all_gather_object(told, found, group=group)
+    return _merged(told)
+
+
+@dataclasses.dataclass
+class _Found:
+    """What one rank has found, and the names that it has a use for."""
+
+    rank: int
+    differences: list[Difference]
+    names: list[str]
+    saved: list[str]
+
+
+def _merged(told: list[_Found]) -> list[Difference]:
+    """One list from those of all ranks: what several found alike is one difference."""
+    known = {name for each in told for name in each.names}
+    ranks: dict[Difference, list[int]] = {}
+    for each in told:
+        extra = [
+            Difference(name, "", (), "in the checkpoint, but not here")
+            for name in each.saved
+            if name not in known
+        ]
+        for difference in [*each.differences, *extra]:
+            ranks.setdefault(difference, []).append(each.rank)
+    return sorted(dataclasses.replace(d, ranks=tuple(found)) for d, found in ranks.items())
+
+
+class _ComparingPlanner(LoadPlanner):
+    """Has each of this rank's elements read into scratch, and compares it when it is there.
+
+    Storage readers may call it from any thread.
+    """
+
+    def __init__(self, begin: Callable[[Metadata], Comparison], *, parts: bool) -> None:
+        self._begin = begin
+        self._parts = parts
+        self._comparison: Comparison | None = None
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        if metadata is None:
+            raise ValueError("expected the checkpoint's metadata, found none")
+        self._comparison = self._begin(metadata)
+
+    @property
+    def comparison(self) -> Comparison:
+        if self._comparison is None:
+            raise RuntimeError("expected set_up_planner to be called first")
+        return self._comparison
+
+    def create_local_plan(self) -> LoadPlan:
+        items = self.comparison.items()
+        if self._parts:
+            items = [p for i in items for p in _parts(i, self.comparison.dtype_of(i).itemsize)]
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.comparison.load.objects[read_item.dest_index.fqn] = load_object(value)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return torch.empty(tuple(read_item.lengths), dtype=self.comparison.dtype_of(read_item))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.comparison.compare(read_item, tensor)
+
+    def finish(self) -> _Found:
+        comparison = self.comparison
+        comparison.finish()
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        names, saved = comparison.load.names(), comparison.load.saved_names()
+        return _Found(rank, comparison.result(), names, saved)
+
+
+def _parts(item: ReadItem, itemsize: int) -> Iterator[ReadItem]:
+    """``item`` in reads of about ``_SCRATCH_BYTES``, each a box of it."""
+    sizes = list(item.lengths)
+    long = next((d for d, n in enumerate(sizes) if n > 1), None)
+    if item.type == LoadItemType.BYTE_IO or long is None:
+        yield item
+        return
+    row = torch.Size(sizes[long + 1 :]).numel() * itemsize
+    if row * sizes[long] <= _SCRATCH_BYTES:
+        yield item
+        return
+    step = max(1, _SCRATCH_BYTES // row)
+    for at in range(0, sizes[long], step):
+        offsets = [at if d == long else 0 for d in range(len(sizes))]
+        part = [min(step, n - at) if d == long else n for d, n in enumerate(sizes)]
+        yield from _parts(narrowed(item, offsets, part), itemsize)
