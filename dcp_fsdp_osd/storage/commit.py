@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
@@ -35,6 +37,9 @@ class Committer:
     files, then :meth:`raise_if_aborted`; :meth:`publish` on the coordinator.  A rank that fails
     calls :meth:`remove`, and :meth:`abort_all` if the save's id is known to all ranks.
 
+    All cleaning up after a failure takes at most ``stall_seconds`` together, from its first step:
+    what is not done by then is left to the next save there.
+
     `rank` is None, or this rank's number in a save without collectives, where each rank commits a
     metadata file of its own.
     """
@@ -47,22 +52,43 @@ class Committer:
         self._rank = rank
         self._name = metadata_name(rank)
         self._overwrite = overwrite
+        self._deadline: float | None = None  # of cleaning up, once it has begun
 
     def call(self, call: Callable[[Store], T], what: str) -> T:
         """`call(store)` with the session's retries."""
         try:
-            return self._session.call(lambda: call(self._session.store), what, self._stats)
+            return self._session.call(
+                lambda: call(self._session.store), what, self._stats, self._late
+            )
         except FileNotFoundError as error:
             raise StorageError(
                 f"{self._session.url}: {what}: the folder or bucket does not exist"
             ) from error
 
-    def quietly(self, call: Callable[[], Any], what: str) -> None:
-        """Clean up without hiding the error that made it necessary."""
-        try:
-            call()
-        except Exception as error:
+    def quietly(self, what: str, *calls: Callable[[], Any]) -> None:
+        """Clean up, all `calls` at once, without hiding the error that made it necessary."""
+        if not calls:
+            return
+        left = self._time_left()
+        threads = ThreadPoolExecutor(len(calls), thread_name_prefix="dcp_fsdp_osd_clean")
+        done, late = wait([threads.submit(call) for call in calls], timeout=left)
+        threads.shutdown(wait=False, cancel_futures=True)
+        for error in filter(None, [future.exception() for future in done]):
+            if not isinstance(error, Exception):
+                raise error
             logger.warning("%s: could not %s: %s", self._session.url, what, type(error).__name__)
+        if late:
+            logger.warning("%s: could not %s in time", self._session.url, what)
+
+    def _time_left(self) -> float:
+        """Seconds that cleaning up may still take; it begins here, if it has not."""
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self._session.config.stall_seconds
+        return max(self._deadline - now, 0.0)
+
+    def _late(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline
 
     def check_free(self) -> None:
         """Raise if a checkpoint is there that must not or cannot be overwritten."""
@@ -89,11 +115,12 @@ class Committer:
             found = self.call(lambda store: store.sizes(), "list")
             self._check(files, found)
         except BaseException:
-            self.quietly(lambda: self.remove(files), "remove the failed save")
+            self.quietly("remove the failed save", lambda: self.remove(files))
             raise
         self._put(data, files)
         debris = self._debris(files, found)
-        self.quietly(lambda: self.remove(debris), "remove what the new checkpoint replaces")
+        if debris:
+            self.quietly("remove what the new one replaces", lambda: self.remove(debris))
 
     def remove(self, names: Collection[str]) -> None:
         """Delete files; missing ones are no error."""
@@ -108,15 +135,15 @@ class Committer:
         """
         note = _note(save_id)
         self.quietly(
-            lambda: self.call(lambda store: store.put(note, b"", exclusive=False), "note"),
             "note the failure",
+            lambda: self.call(lambda store: store.put(note, b"", exclusive=False), "note"),
         )
 
         def remove_listed() -> None:
             found = self.call(lambda store: store.sizes(), "list")
             self.remove([name for name in found if name.endswith(f"_{save_id}.distcp")])
 
-        self.quietly(remove_listed, "remove the failed save")
+        self.quietly("remove the failed save", remove_listed)
 
     def raise_if_aborted(self, save_id: str) -> None:
         """Raise if another rank has given this save up."""
@@ -159,17 +186,19 @@ class Committer:
         except BaseException as error:
             # The answer may have been lost after the server had done it: look what is there.
             # Where that fails too the files stay, because they may be part of a checkpoint.
+            self._time_left()
             try:
                 found = self._session.call(
                     lambda: self._session.store.read(name, MAX_METADATA_BYTES),
                     f"read {name}",
                     self._stats,
+                    self._late,
                 )
             except FileNotFoundError:
                 found = b""
             if found == data:
                 return
-            self.quietly(lambda: self.remove(files), "remove the failed save")
+            self.quietly("remove the failed save", lambda: self.remove(files))
             if isinstance(error, FileExistsError):
                 raise self._exists() from None
             raise

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.errors import StorageError, survives_pickling
 from dcp_fsdp_osd.storage.store import (
     Backend,
     Store,
@@ -93,16 +92,9 @@ class Session:
             store.close()
 
     def portable(self, error: BaseException) -> BaseException:
-        """`error`, or a StorageError of its text if it does not survive pickling.
-
-        DCP pickles a rank's error to all others; one that it could not pickle, or they not
-        unpickle, would leave them waiting.
-        """
-        try:
-            if type(pickle.loads(pickle.dumps(error))) is type(error):
-                return error
-        except Exception:  # whatever an error's own methods raise
-            pass
+        """`error`, or a StorageError of its text if it does not survive pickling."""
+        if survives_pickling(error):
+            return error
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         try:
             text = redact(str(error), self.config.options)

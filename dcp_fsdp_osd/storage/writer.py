@@ -81,7 +81,8 @@ class StreamingWriter(StorageWriter):
         storage_options: passed to the backend's client unchanged.  Never shown in errors or logs.
         progress: a bar on rank 0 in a terminal, log lines elsewhere.
         fsync: local paths only: everything is on the disk before ``.metadata`` is.
-        stall_seconds: a save fails when nothing was written for this long.
+        stall_seconds: a save fails when nothing was written for this long; cleaning up after a
+            failure takes at most as long again.
         retry: how transient errors are retried.
 
     Attributes:
@@ -130,7 +131,7 @@ class StreamingWriter(StorageWriter):
         self._ticket = _Ticket(_unique())
         self._metadata_rank: int | None = None
         self._is_coordinator = False
-        self.stats = Stats()
+        self._begin()
 
     # ---- DCP's StorageWriter, in call order ----
 
@@ -149,7 +150,13 @@ class StreamingWriter(StorageWriter):
         # Without collectives each rank commits for itself, in a metadata file of its own.
         self._metadata_rank = rank if not kwargs.get("use_collectives", True) else None
         self._ticket = _Ticket(_unique())
+        self._begin()
+
+    def _begin(self) -> None:
         self.stats = Stats()
+        self._committer = Committer(
+            self._session, self.stats, rank=self._metadata_rank, overwrite=self._overwrite
+        )
 
     def storage_meta(self) -> StorageMeta | None:
         """What is recorded in the checkpoint of where and by which save it was written."""
@@ -252,9 +259,8 @@ class StreamingWriter(StorageWriter):
             if ticket.ranks > 1:
                 committer.raise_if_aborted(ticket.save_id)
         except BaseException:
-            for upload in uploads.values():
-                committer.quietly(upload.abort, "abort an upload")
-            committer.quietly(lambda: committer.remove(names), "remove the failed save")
+            committer.quietly("abort uploads", *(upload.abort for upload in uploads.values()))
+            committer.quietly("remove the failed save", lambda: committer.remove(names))
             raise
         return results
 
@@ -371,12 +377,6 @@ class StreamingWriter(StorageWriter):
                 f"written to this storage in parts of at least {limits.min_part}; {most} bytes fit"
             )
         return part
-
-    @property
-    def _committer(self) -> Committer:
-        return Committer(
-            self._session, self.stats, rank=self._metadata_rank, overwrite=self._overwrite
-        )
 
 
 def _unique() -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,29 @@ def test_every_call_can_fail(tmp_path: Path, overwrite: bool) -> None:
             # Only deleting what was replaced may fail without an error.
             assert script.calls[number][0] == "delete"
             assert_same(loaded(path), NEW)
+
+
+@pytest.mark.parametrize("how", ["refuses", "says nothing"])
+@pytest.mark.parametrize("operation", ["write", "put"])
+def test_cleaning_up_has_one_time_limit(tmp_path: Path, operation: str, how: str) -> None:
+    """The storage dies in the middle: no step of the clean-up gets a retry budget of its own."""
+    dead = threading.Event()
+
+    def before(called: str, name: str) -> None:
+        if called == operation:
+            dead.set()
+            raise ConnectionResetError
+        if dead.is_set():
+            if how == "says nothing":
+                time.sleep(4)
+            raise ConnectionRefusedError
+
+    retry = RetryPolicy(tries=10**6, seconds=1, first=0.01, longest=0.1)
+    begin = time.monotonic()
+    with pytest.raises(CheckpointException, match="gave up after"):
+        save(tmp_path / "c", NEW, Script(before=before), retry=retry, stall_seconds=1.5)
+    # 1 s of retries, then 1.5 s of cleaning up.
+    assert time.monotonic() - begin < (4.5 if operation == "write" else 7.5)
 
 
 def test_a_commit_whose_answer_is_lost_is_a_commit(tmp_path: Path) -> None:

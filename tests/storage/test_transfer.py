@@ -331,7 +331,8 @@ def test_destinations_are_asked_for_when_they_are_needed(tmp_path: Path, verify:
     reader = StreamingReader(path, concurrency=1, verify=verify)
     dcp.load({}, storage_reader=reader, planner=planner)
     # Four parts of 2 MiB make one request; two requests wait or run, one is being prepared.
-    assert planner.most <= 12 and planner.committed == list(range(count))
+    assert planner.most <= 12 and sorted(planner.committed) == list(range(count))
+    assert all(abs(number - turn) <= 12 for turn, number in enumerate(planner.committed))
     assert torch.equal(torch.cat(planner.found), whole)
 
 
