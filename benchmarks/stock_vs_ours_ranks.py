@@ -47,9 +47,9 @@ from dcp_fsdp_osd import (
     StreamingWriter,
 )
 
-__all__ = ["FRESH", "Job", "main"]
+__all__ = ["FRESH", "Bench", "Job", "Variant", "main"]
 
-FRESH = ("stock A", "stock B", "ours", "ours, stock reader", "raw read, fresh memory")
+FRESH = ("stock", "stock A", "stock B", "ours", "ours, stock reader", "raw read, fresh memory")
 """Load variants that start from an optimizer with no state, and so allocate all of it."""
 
 Variant = Callable[[], Mapping[str, Any] | None]
@@ -65,6 +65,7 @@ class Job:
     layers: int
     rounds: int
     fsync: bool
+    whole: bool = False
 
 
 class _Layer(nn.Module):
@@ -101,7 +102,9 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
-class _Bench:
+class Bench:
+    """The optimizer's state alone; :mod:`benchmarks.stock_vs_ours_whole` has all of a training."""
+
     def __init__(self, job: Job) -> None:
         self.job = job
         self.rank, self.folder = dist.get_rank(), Path(job.folder)
@@ -123,6 +126,7 @@ class _Bench:
             for p in self.model.parameters()
         ]
         self.state_bytes = sum(value.nbytes for value in self._tensors())
+        self.optim_bytes = sum(value.nbytes for value in Bench._tensors(self))
 
     # ------------------------------------------------------------------ the optimizer's state
 
@@ -230,18 +234,9 @@ class _Bench:
             dcp.load(state, storage_reader=reader, planner=planner)
             self.optim.load_state_dict(state["optim"])
 
-        def raw(tensors: list[torch.Tensor]) -> None:
-            with (self.folder / f"raw-{self.rank}").open("rb", buffering=0) as file:
-                for tensor in tensors:
-                    if file.readinto(_bytes(tensor)) != tensor.nbytes:
-                        raise OSError("short read")
-
         def raw_fresh() -> None:
-            for state in self.spec:
-                self.scratch += [
-                    torch.empty(*value[:1], dtype=value[1]) for value in state.values()
-                ]
-            raw(self.scratch)
+            self.scratch = self._fresh()
+            self._read_raw(self.scratch)
 
         return {
             "stock A": stock_a,
@@ -249,9 +244,20 @@ class _Bench:
             "ours": lambda: ours(StreamingReader(self.folder / "ours")),
             "ours, in place": lambda: ours(StreamingReader(self.folder / "ours"), live=True),
             "ours, stock reader": lambda: ours(dcp.FileSystemReader(self.folder / "ours")),
-            "raw read": lambda: raw(self._tensors()),
+            "raw read": lambda: self._read_raw(self._tensors()),
             "raw read, fresh memory": raw_fresh,
         }
+
+    def _fresh(self) -> list[torch.Tensor]:
+        """What a raw read goes to where state has to be allocated."""
+        shapes = [value for state in self.spec for value in state.values()]
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+
+    def _read_raw(self, tensors: list[torch.Tensor]) -> None:
+        with (self.folder / f"raw-{self.rank}").open("rb", buffering=0) as file:
+            for tensor in tensors:
+                if file.readinto(_bytes(tensor)) != tensor.nbytes:
+                    raise OSError("short read")
 
     def prepare_load(self) -> None:
         """Leave the checkpoints that the loaders read: stock's, ours, and raw."""
@@ -285,6 +291,7 @@ class _Bench:
         loaded = self._measure(loaders, self.before_load, self.after_load)
         return {
             "state_bytes": self.state_bytes,
+            "optim_bytes": self.optim_bytes,
             "save": saved,
             "load": loaded,
             "fresh": [name for name in loaders if name in FRESH],
@@ -330,7 +337,9 @@ def main(folder: str, rank: int, world: int) -> None:
         timeout=datetime.timedelta(seconds=300),
     )
     try:
-        result = _Bench(job).run()
+        from benchmarks.stock_vs_ours_whole import WholeBench
+
+        result = (WholeBench if job.whole else Bench)(job).run()
         (Path(folder) / f"result-{rank}.json").write_text(json.dumps(result))
         dist.barrier()
     except BaseException:
