@@ -20,6 +20,8 @@ from .exchange_plan import Message
 
 __all__ = ["Channels", "can_connect", "job_store"]
 
+_TEXT_LIMIT = 10_000  # characters of an error that are told
+
 
 def can_connect() -> bool:
     """Whether this torch tells where the ranks of the job can meet."""
@@ -35,7 +37,10 @@ def job_store() -> Any:
             f"torch {torch.__version__} has no ProcessGroup.get_group_store, over which ranks "
             f"meet to hand on what is read once: pass broadcast=False"
         )
-    return store()
+    found: Any = store()
+    # A connection of our own where stores can be cloned: a thread that waits for a key keeps all
+    # others of the process from using the same one.
+    return found.clone() if hasattr(found, "clone") else found
 
 
 class Channels:
@@ -90,7 +95,8 @@ class Channels:
 
     def broadcast_text(self, text: str, root: int) -> str:
         """``text`` of participant ``root``, on all participants."""
-        return self._broadcast_bytes(self._everyone, root, [text.encode()])[0].decode()
+        data = text[:_TEXT_LIMIT].encode(errors="backslashreplace")
+        return self._broadcast_bytes(self._everyone, root, [data])[0].decode()
 
     def broadcast_bytes(self, message: Message, payloads: Sequence[bytes]) -> list[bytes]:
         """The root's payloads, on all members of ``message``."""

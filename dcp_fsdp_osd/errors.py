@@ -7,6 +7,10 @@ which is a ``BaseException``: its ``failures`` hold the error of each rank.
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+from collections.abc import Iterator
+
 __all__ = [
     "CheckpointMismatchError",
     "CorruptCheckpointError",
@@ -16,6 +20,8 @@ __all__ = [
     "StorageError",
     "UnsafeCheckpointError",
     "UnsupportedTorchError",
+    "portable_errors",
+    "survives_pickling",
 ]
 
 
@@ -52,3 +58,31 @@ class CorruptCheckpointError(StorageError):
 
 class UnsafeCheckpointError(FlatOptimError, ValueError):
     """A checkpoint wants to run code, or to reach outside of its own folder, when read."""
+
+
+def survives_pickling(error: BaseException) -> bool:
+    """Whether other ranks can be told of it.
+
+    DCP pickles a rank's error to all others; one that it cannot pickle, or they not unpickle,
+    leaves them waiting.
+    """
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:  # whatever an error's own methods raise
+        return False
+
+
+@contextlib.contextmanager
+def portable_errors() -> Iterator[None]:
+    """Around (or, as a decorator, for) what DCP calls: errors that cannot be pickled go as text."""
+    try:
+        yield
+    except BaseException as error:
+        if survives_pickling(error):
+            raise
+        try:
+            text = str(error)
+        except Exception:
+            text = "an error that cannot be shown"
+        kind = f"{type(error).__module__}.{type(error).__qualname__}"
+        raise FlatOptimError(f"{kind}: {text[:10_000]}") from error

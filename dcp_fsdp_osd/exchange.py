@@ -3,7 +3,7 @@
 An :class:`Exchange` runs the rank's part of the schedule (:mod:`dcp_fsdp_osd.exchange_plan`) on a
 thread and process groups of its own, so that no collective of the training job or of DCP is
 disturbed and ranks that take no part in the load are not involved.  Round by round: wait for this
-rank's reads, agree over all ranks that all have theirs, then send and receive.
+rank's reads, lay out what is sent, agree over all ranks that all are ready, then send and receive.
 
 An error on one rank is told to all in the next agreement, so that every rank raises and none waits
 for data that will not come.  While a rank is waiting for its reads it says so every few seconds; a
@@ -14,25 +14,31 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
 from .channels import Channels
 from .errors import ExchangeError
-from .exchange_plan import Message, RankSchedule
+from .exchange_memory import Held, Staging, joined, pack, unpack
+from .exchange_plan import Message, RankSchedule, Source
 from .shared_reads import Part
 
 __all__ = ["Exchange", "ExchangeStats"]
 
 _READY, _WAITING, _FAILED = range(3)
+_ALLOCATED, _FINISHED = -1, -2  # beside the numbers of reads
 _TICK = 2.0  # seconds between signs of life
-_SCRATCH_BYTES = 64 << 20  # what is read for others and not yet sent
+_CLOSE = 5.0  # seconds for which the reading thread waits for ours to end after an error
+_NOT_TO_BE_USED = "state that was being loaded in place may hold old and new values: do not use it"
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -51,24 +57,34 @@ class ExchangeStats:
     seconds: float = 0.0
 
 
+@dataclass
+class _Job:
+    """One message, laid out: ``data`` is sent or received, then unpacked into ``views``."""
+
+    message: Message
+    data: torch.Tensor
+    views: list[torch.Tensor]
+
+
 class Exchange:
     """One load's exchange on one rank.
 
-    Call order: ``start``; ``resolve_read`` and ``committed`` or ``took_object`` for each of
-    :attr:`reads` (from the thread that reads), ``failed`` on any error there; then ``wait``.
+    Call order: ``start``; ``ready`` when the memory is there; ``resolve_read`` and ``committed`` or
+    ``took_object`` for each read (from the threads that read), ``failed`` on any error there;
+    ``receive`` when all is read, and ``conclude`` when it is put to use.
 
     Args:
         schedule: this rank's.
         items: this rank's reads, in the order of :func:`~dcp_fsdp_osd.shared_reads.in_order`.
         resolve: gives the memory that a part of one of `items` belongs in; called from the
-            exchange's thread too.
+            exchange's thread too, from ``ready`` until ``receive`` has returned.
         channels: the process groups; owned.
-        stall_seconds: without a commit for so long, reading counts as failed; None: the storage
-            reader reports its failures itself.
+        stall_seconds: without a commit for so long, though others wait for it, reading counts as
+            failed.
 
     Attributes:
         reads: what this rank has to read of what is exchanged.
-        objects: after ``wait``: received objects, as (item, bytes).
+        stats: counted as it goes.
     """
 
     def __init__(
@@ -78,65 +94,73 @@ class Exchange:
         resolve: Callable[[ReadItem], torch.Tensor],
         channels: Channels,
         *,
-        stall_seconds: float | None,
+        stall_seconds: float,
     ) -> None:
         self._schedule, self._items, self._resolve = schedule, items, resolve
         self._channels, self._stall = channels, stall_seconds
+        self._changed = threading.Condition()
         self.reads: list[ReadItem] = []
-        self._scratch: dict[ReadItem, torch.dtype | None] = {}
+        scratch: dict[ReadItem, torch.dtype | None] = {}
         for read in schedule.reads:
             if isinstance(read, Part):
                 self.reads.append(read.of(items))
             else:
                 self.reads.append(read[0])
-                self._scratch[read[0]] = read[1]
-        self.objects: list[tuple[ReadItem, bytes]] = []
+                scratch[read[0]] = read[1]
+        messages = [message for round_ in schedule.rounds for message in round_]
+        uses = Counter(n for m in messages for n in {source.read for source in m.sources})
+        self._held = Held(scratch, Counter({self.reads[n]: count for n, count in uses.items()}))
+        self._staging = Staging()
         self.stats = ExchangeStats(rounds=len(schedule.rounds))
         self._numbers: dict[ReadItem, list[int]] = {}
         for number, item in enumerate(self.reads):
             self._numbers.setdefault(item, []).append(number)
-        self._missing = set(range(len(self.reads)))
-        self._held: dict[ReadItem, torch.Tensor] = {}  # scratch
-        self._held_bytes = 0
+        self._missing = {*range(len(self.reads)), _ALLOCATED, _FINISHED}
+        self._objects: list[tuple[ReadItem, bytes]] = []
         self._payloads: dict[ReadItem, bytes] = {}
         self._events: dict[int, torch.cuda.Event] = {}
         self._devices: set[torch.device] = set()  # GPUs that data went to or came from
-        self._changed = threading.Condition()
         self._progress = time.monotonic()
         self._idle = False  # the thread waits for this rank's reads
         self._failure: str | None = None  # of this rank
-        self._error: BaseException | None = None  # that ends the exchange
-        self._buffer: torch.Tensor | None = None
+        self._error: ExchangeError | None = None  # that ends the exchange
+        self._received = self._over = False
         self._thread = threading.Thread(target=self._run, name="dcp_fsdp_osd-exchange", daemon=True)
 
-    # ------------------------------------------------------------ the reading thread's side
+    # ------------------------------------------------------------ the reading threads' side
 
     def start(self) -> None:
-        self._progress = time.monotonic()
         self._thread.start()
 
-    def resolve_read(self, item: ReadItem) -> torch.Tensor | None:
-        """Memory for a read on behalf of others; None for one that this rank wants itself."""
-        if item not in self._scratch:
-            return None
+    def ready(self, own_reads: Sequence[ReadItem]) -> None:
+        """Memory is allocated; ``own_reads`` are what this rank reads beside :attr:`reads`."""
         with self._changed:
-            if item not in self._held:
-                self._held[item] = torch.empty(item.lengths, dtype=self._scratch[item])
-                self._held_bytes += self._held[item].nbytes
-            return self._held[item]
+            for number, item in enumerate(own_reads, len(self.reads)):
+                self._numbers.setdefault(item, []).append(number)
+                self._missing.add(number)
+        self._done(_ALLOCATED)
 
-    def committed(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """``item`` is read. Waits while much that was read for others alone is yet to be sent.
+    def resolve_read(self, item: ReadItem) -> torch.Tensor | None:
+        """Memory for a read that is handed on from there; None for one into this rank's own.
 
         Raises:
             ExchangeError: the exchange has failed; there is no use in reading on.
         """
+        self.check()
+        with self._changed:
+            return self._held.resolve(item)
+
+    def committed(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        """``item`` is read.  Waits while much that was read to be handed on is yet to be sent.
+
+        Raises:
+            ExchangeError: as :meth:`resolve_read`.
+        """
         self._take(item, tensor)
-        if item in self._scratch:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._held_bytes <= _SCRATCH_BYTES or self._idle or self._over
-                )
+        with self._changed:
+            if item in self._held:
+                self._changed.wait_for(lambda: not self._held.full or self._idle or self._over)
+                self._progress = time.monotonic()
         self.check()
 
     def took_object(self, item: ReadItem, value: io.BytesIO) -> bool:
@@ -145,73 +169,103 @@ class Exchange:
             self._payloads[item] = value.getvalue()
         self._take(item, None)
         self.check()
-        return item not in self._scratch
+        return item not in self._held
 
     def _take(self, item: ReadItem, tensor: torch.Tensor | None) -> None:
         numbers = self._numbers.get(item, ())
-        event = None
         if numbers and tensor is not None and tensor.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(tensor.device))
+            self._events.update(dict.fromkeys(numbers, event))
+        self._done(*numbers)
+
+    def _done(self, *numbers: int) -> None:
         with self._changed:
             self._progress = time.monotonic()
-            for number in numbers:
-                self._missing.discard(number)
-                if event is not None:
-                    self._events[number] = event
+            self._missing.difference_update(numbers)
             self._changed.notify_all()
 
     def failed(self, error: BaseException) -> None:
-        """Reading failed on this rank: tell all, and return when they have been told."""
+        """This rank failed: tell all, and return when they have been told.
+
+        At any time after ``start``; without effect when the exchange is over.
+        """
+        self._fail(error)
         with self._changed:
-            if self._failure is None:
-                self._failure = f"{type(error).__name__}: {error}"
-            self._changed.notify_all()
-        self._thread.join()
+            self._changed.wait_for(lambda: self._over)
+        self._thread.join(_CLOSE)
+
+    def receive(self) -> list[tuple[ReadItem, bytes]]:
+        """Return when all ranks have all their tensors: the objects that others read for this one.
+
+        Raises:
+            ExchangeError: on some rank something failed; names it.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._received or self._over)
+        self.check()
+        return self._objects
+
+    def conclude(self) -> None:
+        """Return when all ranks have come as far as this.
+
+        Raises:
+            ExchangeError: as :meth:`receive`.
+        """
+        self._done(_FINISHED)
+        with self._changed:
+            self._changed.wait_for(lambda: self._over)
+        self._thread.join(_CLOSE)
+        self.check()
 
     def check(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def wait(self) -> None:
-        """Return when everything has been sent and received.
-
-        Raises:
-            ExchangeError: on some rank something failed; names it.
-        """
-        self._thread.join()
-        self.check()
-
-    @property
-    def _over(self) -> bool:
-        return self._error is not None or not self._thread.is_alive()
-
     # ------------------------------------------------------------ the exchange's own thread
 
     def _run(self) -> None:
         try:
-            with contextlib.closing(self._channels), self._on_device():
+            self._agree({_ALLOCATED})
+            with self._on_device():
                 for messages in self._schedule.rounds:
-                    self._agree({n for message in messages for n in message.needs})
-                    begin = time.perf_counter()
-                    self._transfer(messages)
-                    self.stats.seconds += time.perf_counter() - begin
-                self._agree(set(range(len(self.reads))))
+                    self._round(messages)
+                with self._changed:
+                    rest = {n for n in self._missing if n >= 0}
+                self._agree(rest)
                 for device in self._devices:  # who waits for us uses a stream of its own
                     torch.cuda.synchronize(device)
-        except ExchangeError as error:
-            self._error = error
-        except BaseException as error:  # raised by wait()
-            self._error = ExchangeError(
-                f"rank {self._rank(self._schedule.number)}: the exchange of what was read broke "
-                f"off: {type(error).__name__}: {error}. Another rank may have died, or not "
-                f"answered in time; {_NOT_TO_BE_USED}"
-            )
-            self._error.__cause__ = error
-        finally:
             with self._changed:
-                self._buffer = None
+                self._received = True
                 self._changed.notify_all()
+            self._agree({_FINISHED})
+        except ExchangeError as error:
+            self._end(error)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold connections open
+            me = self._rank(self._schedule.number)
+            text = f"{type(error).__name__}: {error}"
+            del error
+            self._end(
+                ExchangeError(
+                    f"rank {me}: the exchange of what was read broke off: {text}. Another rank may "
+                    f"have died, or not answered in time; {_NOT_TO_BE_USED}"
+                )
+            )
+            # A dead rank fails DCP's own collectives as well, which then hide this error.
+            _log.error("%s", self._error)
+        finally:
+            self._end(None)
+            self._channels.close()
+
+    def _end(self, error: ExchangeError | None) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._over = True
+            self._held.clear()
+            self._payloads.clear()
+            self._staging = Staging()
+            self._changed.notify_all()
 
     def _rank(self, number: int) -> int:
         return self._schedule.ranks[number]
@@ -228,10 +282,29 @@ class Exchange:
         with torch.cuda.device(device):
             yield
 
-    def _agree(self, needs: set[int]) -> None:
-        """Return when all ranks have read what the round needs; raise if one has failed."""
+    def _fail(self, error: BaseException) -> None:
+        try:
+            text = str(error)
+        except Exception as second:
+            text = f"(its message failed: {type(second).__name__})"
+        with self._changed:
+            if self._failure is None:
+                self._failure = f"{type(error).__name__}: {text}"
+            self._changed.notify_all()
+
+    def _agree(self, needs: set[int], prepare: Callable[[], None] = lambda: None) -> None:
+        """Return when all ranks have what they need, and are prepared; raise if one has failed."""
+        since = time.monotonic()
+        prepared = False
         while True:
-            state = self._await(needs)
+            state = self._await(needs, since)
+            if state == _READY and not prepared:
+                try:
+                    prepare()
+                    prepared = True
+                except BaseException as error:
+                    self._fail(error)
+                    state = _FAILED
             number = self._schedule.number
             flags = torch.tensor([state, number if state == _FAILED else -1])
             self._channels.all_reduce_max(flags)
@@ -240,15 +313,13 @@ class Exchange:
                 return
             if worst == _FAILED:
                 text = self._channels.broadcast_text(self._failure or "", root=int(who))
-                if who == number:
-                    raise ExchangeError(f"rank {self._rank(number)} failed: {text}")
+                where = "" if who == number else ", with which this rank shares what is read"
                 raise ExchangeError(
-                    f"rank {self._rank(int(who))} failed, and this rank was to get data from it "
-                    f"or with it: {text}; {_NOT_TO_BE_USED}"
+                    f"rank {self._rank(int(who))} failed{where}: {text}; {_NOT_TO_BE_USED}"
                 )
 
-    def _await(self, needs: set[int]) -> int:
-        """Wait for this rank's reads, a tick at most."""
+    def _await(self, needs: set[int], since: float) -> int:
+        """Wait for what this rank needs, a tick at most."""
         end = time.monotonic() + _TICK
         with self._changed:
             self._idle = True
@@ -256,128 +327,103 @@ class Exchange:
             try:
                 while self._failure is None and needs & self._missing:
                     now = time.monotonic()
-                    if self._stall is not None and now - self._progress > self._stall:
-                        self._failure = (
-                            f"its storage reader has committed nothing for {self._stall:.0f} s: "
-                            f"it failed or hangs, or needs a larger stall_seconds"
-                        )
+                    if now - max(self._progress, since) > self._stall:
+                        self._failure = _stalled(needs & self._missing, self._stall)
                     elif now >= end:
                         return _WAITING
-                    self._changed.wait(min(end - now, 1.0))
+                    else:
+                        self._changed.wait(min(end - now, self._stall / 4))
                 return _READY if self._failure is None else _FAILED
             finally:
                 self._idle = False
 
-    def _transfer(self, messages: Sequence[Message]) -> None:
+    def _round(self, messages: Sequence[Message]) -> None:
         """Send and receive one round."""
-        number = self._schedule.number
-        tensors = [m for m in messages if not m.objects]
-        used = 0
-        under_way: list[tuple[Message, torch.Tensor, list[torch.Tensor], dist.Work]] = []
-        for message in tensors:
-            views = self._views(message)
-            device = views[0].device if message.cuda else torch.device("cpu")
-            data = _joined(views, device)
-            if data is None:
-                data = self._staging(used, message.nbytes, device)
-                used += message.nbytes
-                if message.root == number:
-                    _pack(views, data)
-            work = self._channels.send(message, data)
-            under_way.append((message, data, views, work))
-        for message, data, views, work in under_way:
+        jobs: list[_Job] = []
+        self._agree({n for m in messages for n in m.needs}, lambda: self._lay_out(messages, jobs))
+        begin = time.perf_counter()
+        under_way = [
+            (job, self._channels.send(job.message, job.data))
+            for job in jobs
+            if len(job.message.members) > 1
+        ]
+        for job, work in under_way:
             work.wait()
-            if message.root == number:
-                self.stats.sent += message.nbytes
-                self._drop(message)
+            if job.message.root == self._schedule.number:
+                self.stats.sent += job.message.nbytes
             else:
-                self.stats.received += message.nbytes
-                if _joined(views, data.device) is None:
-                    _unpack(data, views)
+                self.stats.received += job.message.nbytes
+        payloads = [
+            (message, self._transfer_objects(message)) for message in messages if message.objects
+        ]
+        try:
+            for job in jobs:
+                unpack(job.data, job.views)
+            for message, found in payloads:
+                items = [part.of(self._items) for part in message.parts]
+                if found:
+                    self._objects += zip(items, found, strict=True)
+        except BaseException as error:  # told in the next agreement
+            self._fail(error)
+        with self._changed:
+            for message in messages:
+                if message.root == self._schedule.number:
+                    self._held.drop(self.reads[n] for n in {s.read for s in message.sources})
+            self._changed.notify_all()
+        self.stats.seconds += time.perf_counter() - begin
+
+    def _lay_out(self, messages: Sequence[Message], jobs: list[_Job]) -> None:
+        """Local work alone, so that what fails here can be told."""
+        jobs.clear()
+        self._staging.reset()
         for message in messages:
             if message.objects:
-                self._transfer_objects(message)
-
-    def _views(self, message: Message) -> list[torch.Tensor]:
-        """The memory that a message is sent from or received into, in order."""
-        if message.parts:
+                continue
             views = [self._resolve(part.of(self._items)).detach() for part in message.parts]
-        else:
-            views = [self._held[self.reads[n]] for n in message.needs]
-        self._devices.update(view.device for view in views if view.is_cuda)
-        for need in message.needs:
-            event = self._events.pop(need, None)
-            if event is not None:
-                event.synchronize()
-        return views
-
-    def _drop(self, message: Message) -> None:
-        """Let go of what was read for others alone and has been sent."""
-        if message.parts:
-            return
-        with self._changed:
+            self._devices.update(view.device for view in views if view.is_cuda)
             for need in message.needs:
-                self._held_bytes -= self._held.pop(self.reads[need]).nbytes
-            self._changed.notify_all()
+                event = self._events.pop(need, None)
+                if event is not None:
+                    event.synchronize()
+            sources = [self._source(source) for source in message.sources]
+            at = views[0].device if message.cuda else torch.device("cpu")
+            data = joined(sources or views, at)
+            if message.root == self._schedule.number:
+                if data is None:
+                    data = self._staging.take(message.nbytes, at)
+                    pack(sources or views, data)
+                jobs.append(_Job(message, data, views if sources else []))
+            elif data is None:
+                jobs.append(_Job(message, self._staging.take(message.nbytes, at), views))
+            else:
+                jobs.append(_Job(message, data, []))
 
-    def _staging(self, offset: int, size: int, device: torch.device) -> torch.Tensor:
-        """``size`` bytes of the thread's own buffer; of fresh memory where it does not reach."""
-        if self._buffer is None or self._buffer.device != device:
-            self._buffer = torch.empty(_STAGING_BYTES, dtype=torch.uint8, device=device)
-        if offset + size > self._buffer.numel():
-            return torch.empty(size, dtype=torch.uint8, device=device)
-        return self._buffer[offset : offset + size]
+    def _source(self, source: Source) -> torch.Tensor:
+        with self._changed:
+            view = self._held[self.reads[source.read]]
+        if source.offsets is not None and source.sizes is not None:
+            for d, (start, size) in enumerate(zip(source.offsets, source.sizes, strict=True)):
+                view = view.narrow(d, start, size)
+        return view
 
-    def _transfer_objects(self, message: Message) -> None:
+    def _transfer_objects(self, message: Message) -> list[bytes]:
+        """The payloads that have come; none on the rank that sent them."""
         own = message.root == self._schedule.number
         payloads = [self._payloads.pop(self.reads[n]) for n in message.needs] if own else []
         payloads = self._channels.broadcast_bytes(message, payloads)
         size = sum(map(len, payloads))
         if own:
             self.stats.sent += size
-            return
+            return []
         self.stats.received += size
-        items = [part.of(self._items) for part in message.parts]
-        assert all(item.type == LoadItemType.BYTE_IO for item in items)
-        self.objects += zip(items, payloads, strict=True)
+        return payloads
 
 
-_STAGING_BYTES = 32 << 20
-_NOT_TO_BE_USED = "state that was being loaded in place may hold old and new values: do not use it"
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _joined(views: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
-    """The views as one stretch of bytes, where they are one in memory on ``device``."""
-    end = None
-    for view in views:
-        if not view.is_contiguous() or view.device != device:
-            return None
-        if end is not None and view.data_ptr() != end:
-            return None
-        end = view.data_ptr() + view.nbytes
-    first = _bytes_of(views[0])
-    if len(views) == 1:
-        return first
-    total = sum(view.nbytes for view in views)
-    storage = first.untyped_storage()
-    if first.storage_offset() + total > storage.nbytes():
-        return None  # neighbours by chance
-    return first.as_strided((total,), (1,))
-
-
-def _pack(views: Sequence[torch.Tensor], data: torch.Tensor) -> None:
-    position = 0
-    for view in views:
-        data[position : position + view.nbytes].view(view.dtype).view(view.shape).copy_(view)
-        position += view.nbytes
-
-
-def _unpack(data: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-    position = 0
-    for view in views:
-        view.copy_(data[position : position + view.nbytes].view(view.dtype).view(view.shape))
-        position += view.nbytes
+def _stalled(missing: set[int], seconds: float) -> str:
+    if _ALLOCATED in missing:
+        what = "has not allocated its memory"
+    elif _FINISHED in missing:
+        what = "has not put to use what it read"
+    else:
+        what = "has read nothing"
+    return f"it {what} for {seconds:g} s: it failed or hangs, or needs a larger stall_seconds"

@@ -4,10 +4,12 @@
 function of its arguments alone, so the same reads give the same schedule anywhere; DCP's
 coordinator calls it in ``create_global_plan`` and DCP hands each rank its part with the plan.
 
-Everything that one set of ranks wants alike is a *stream* of bytes, in file order.  It is cut
-into equal runs, one for each rank that reads of it: bytes are balanced, files have few readers,
-large tensors are cut and small ones come together by construction.  A run is sent in messages of
-bounded size; messages go in rounds, in which no rank sends and receives more than a bound.
+Everything that one set of ranks wants alike is a *stream* of bytes, in file order, cut into equal
+runs, one for each rank that reads of it: bytes are balanced, files have few readers, large tensors
+are cut and small ones come together by construction (:mod:`dcp_fsdp_osd.exchange_rounds`).
+
+Where storage readers can only read a saved chunk whole, and ranks want different parts of it, one
+rank reads it once, into memory of its own, and hands each its part.
 
 How it compares: torch's ``load_planner`` has every rank read all that it wants;
 ByteCheckpoint (arXiv 2407.20143, section 4.1) also reads once, and then sends tensor by tensor.
@@ -15,25 +17,35 @@ ByteCheckpoint (arXiv 2407.20143, section 4.1) also reads once, and then sends t
 
 from __future__ import annotations
 
+import dataclasses
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .geometry import Box, boxes_of_interval
+from .exchange_rounds import Draft, Sizes, Stream, Unit, chunk_steps, rounds, steps
+from .geometry import Box
 from .shared_reads import Atom, Part, Participant, find_atoms
 
-__all__ = ["ExchangePlan", "Message", "RankSchedule", "plan_exchange"]
+__all__ = ["ExchangePlan", "Message", "RankSchedule", "Source", "plan_exchange"]
 
-ROUND_BYTES = 32 << 20
-"""What one rank sends and receives in one round, at most."""
-BATCH_BYTES = 6 << 20
-"""Streams get one reader for each so many bytes, up to all of their readers."""
-_ALIGN = 1 << 20  # runs and messages are cut at multiples: the largest block of a checksum
-_SMALLEST = 1 << 20  # message, however many readers share a round
+
+_SIZES = Sizes()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A box of what a rank has read, relative to that read's own box; None: all of it.
+
+    ``read`` is its number among :attr:`RankSchedule.reads`.
+    """
+
+    read: int
+    offsets: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,8 +60,10 @@ class Message:
         cuda: all destinations are on CUDA devices.
         objects: what is sent are objects' bytes.
         parts: where it belongs in this rank's reads, in order; empty for a root that has no use
-            for it itself.
+            for it itself, or has it there already.
         needs: on the root: numbers among :attr:`RankSchedule.reads` that fill it.
+        sources: on the root: what it is sent from, in order, if that is not `parts`, which then
+            it fills here too.
     """
 
     members: tuple[int, ...]
@@ -60,6 +74,7 @@ class Message:
     objects: bool
     parts: tuple[Part, ...] = ()
     needs: tuple[int, ...] = ()
+    sources: tuple[Source, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,8 +86,8 @@ class RankSchedule:
         ranks: global rank of each participant.
         rounds: its messages; all participants have equally many rounds, some of them empty.
         alone: for a read of which a part is exchanged: the parts that this rank reads for itself.
-        reads: what it reads of what is exchanged: parts of its own reads, or reads for others
-            alone, with their dtype.
+        reads: what it reads of what is exchanged: parts of its own reads, or reads into memory of
+            their own, with their dtype, under a name that no own read has.
     """
 
     number: int
@@ -111,55 +126,13 @@ class ExchangePlan:
     hosts: int
 
 
-class _Unit(NamedTuple):
-    """Elements ``[start, stop)`` of an atom, in the row-major order of its box."""
-
-    atom: Atom
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return (self.stop - self.start) * self.atom.itemsize
-
-    def boxes(self) -> list[Box]:
-        assert self.atom.box is not None
-        return boxes_of_interval(self.atom.box.sizes, self.start, self.stop)
-
-
-@dataclass
-class _Stream:
-    wanting: tuple[int, ...]
-    readers: tuple[int, ...]
-    cuda: bool
-    objects: bool
-    atoms: list[Atom] = field(default_factory=list)
-
-
-@dataclass
-class _Draft:
-    """A message, before it is told to its members."""
-
-    stream: _Stream
-    root: int
-    units: list[_Unit]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(unit.nbytes for unit in self.units)
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        return tuple(sorted({*self.stream.wanting, self.root}))
-
-
 def plan_exchange(
     participants: Sequence[Participant],
     metadata: Metadata,
     *,
     reads_parts: bool,
     spread: bool = False,
-    round_bytes: int = ROUND_BYTES,
+    sizes: Sizes = _SIZES,
 ) -> ExchangePlan | None:
     """Plan to read once what several participants want; None if there is nothing of the kind.
 
@@ -167,10 +140,10 @@ def plan_exchange(
         participants: all ranks of the load, in the order of its process group.
         metadata: of the checkpoint.
         reads_parts: the storage readers read parts of a saved chunk for the cost of the part.
-            Otherwise a chunk is read whole, by one rank.
+            Otherwise a chunk of which anything is exchanged is read whole, by one rank.
         spread: let all ranks read, also for others what they do not want themselves (with
             `reads_parts` alone).
-        round_bytes: bound of what a rank sends and receives in one round.
+        sizes: by how many bytes it is cut.  Objects are not: their sizes are not known yet.
 
     Raises:
         ValueError: something is wanted, and no participant can read.
@@ -185,35 +158,58 @@ def plan_exchange(
     classes = [participants[each[0]] for each in members]
     atoms = find_atoms(classes, metadata)
     hosts = [p.host for p in participants]
-    streams: dict[tuple[object, ...], _Stream] = {}
-    exchanged: set[int] = set()
-    for k, atom in enumerate(atoms):
+    streams: dict[tuple[object, ...], Stream] = {}
+
+    def stream_of(atom: Atom, root: int | None = None) -> Stream | None:
+        """The stream that an atom belongs to; None if who wants it reads it for itself alone."""
         wanting = tuple(sorted(n for c, _ in atom.owners for n in members[c]))
-        able = (
-            readers
-            if spread and reads_parts
-            else tuple(n for n in wanting if participants[n].can_read)
-        )
-        able = able or readers
-        if wanting == able and len(wanting) == 1:
-            continue
-        exchanged.add(k)
+        able = wanting if root is None else (root,)
+        if root is None:
+            able = tuple(n for n in wanting if participants[n].can_read)
+            able = readers if spread and reads_parts else able or readers
+            if wanting == able and len(wanting) == 1:
+                return None
         able = tuple(sorted(able, key=lambda n: (hosts[n], n)))
-        key = (wanting, able, atom.cuda, atom.box is None)
-        stream = streams.setdefault(key, _Stream(wanting, able, atom.cuda, atom.box is None))
-        stream.atoms.append(atom)
-    if not exchanged:
+        key = (wanting, able, atom.cuda, atom.box is None, root is not None)
+        if key not in streams:
+            streams[key] = Stream(wanting, able, atom.cuda, atom.box is None, root is not None)
+        return streams[key]
+
+    found = [stream_of(atom) for atom in atoms]
+    if not any(found):
         return None
-    drafts = _rounds(_steps(streams.values(), reads_parts, round_bytes), round_bytes)
-    schedules = _hand_out(classes, members, drafts, reads_parts)
+    cut = {} if reads_parts else _cut_chunks(atoms, found)
+    exchanged: set[int] = set()
+    for k, (atom, stream) in enumerate(zip(atoms, found, strict=True)):
+        if stream is not None and (atom.chunk, atom.dtype) not in cut:
+            stream.atoms.append(atom)
+            exchanged.add(k)
+    queues = steps([s for s in streams.values() if s.atoms], reads_parts, sizes)
+    whole = []
+    roots: dict[tuple[object, ...], tuple[int, Box]] = {}
+    load: dict[int, int] = {}
+    for name, those in cut.items():
+        box = _around([atoms[k] for k in those])
+        wanting = {c for k in those for c, _ in atoms[k].owners}
+        candidates = [n for c in wanting for n in members[c] if participants[n].can_read]
+        root = min(candidates or readers, key=lambda n: (load.get(n, 0), n))
+        nbytes = box.numel * atoms[those[0]].itemsize
+        load[root] = load.get(root, 0) + nbytes
+        roots[name] = root, box
+        parts = [(stream_of(atoms[k], root), atoms[k]) for k in those]
+        whole.append((root, nbytes, [(s, atom) for s, atom in parts if s is not None]))
+        exchanged.update(those)
+    queues += chunk_steps(whole, sizes)
+    schedules = _hand_out(classes, members, rounds(queues, sizes.round), reads_parts, roots)
     alone = _alone(classes, atoms, exchanged)
     of_class = {n: c for c, each in enumerate(members) for n in each}
     moved = [atoms[k] for k in exchanged]
+    ranks = tuple(p.rank for p in participants)
     return ExchangePlan(
         ranks=tuple(
             RankSchedule(
                 n,
-                tuple(p.rank for p in participants),
+                ranks,
                 tuple(tuple(messages) for messages in schedule.rounds),
                 alone.get(of_class[n], {}),
                 tuple(schedule.reads),
@@ -228,127 +224,28 @@ def plan_exchange(
     )
 
 
-# ------------------------------------------------------------ runs and messages
+def _cut_chunks(
+    atoms: Sequence[Atom], streams: Sequence[Stream | None]
+) -> dict[tuple[object, ...], list[int]]:
+    """Chunks that ranks want different parts of, some of which are exchanged: their atoms."""
+    chunks: dict[tuple[object, ...], list[int]] = {}
+    for k, atom in enumerate(atoms):
+        if atom.box is not None:
+            chunks.setdefault((atom.chunk, atom.dtype), []).append(k)
+    return {
+        name: those
+        for name, those in chunks.items()
+        if len(those) > 1 and any(streams[k] is not None for k in those)
+    }
 
 
-def _steps(
-    streams: Iterable[_Stream], reads_parts: bool, round_bytes: int
-) -> list[list[list[_Draft]]]:
-    """For each stream its steps: the messages that its readers send at the same time."""
-    load: dict[int, int] = {}
-    found: list[list[list[_Draft]]] = []
-    for stream in streams:
-        total = sum(atom.nbytes for atom in stream.atoms)
-        count = min(max(-(-total // BATCH_BYTES), 1), len(stream.readers))
-        chosen = stream.readers
-        if count < len(chosen):
-            chosen = tuple(sorted(chosen, key=lambda n: (load.get(n, 0), n))[:count])
-            chosen = tuple(n for n in stream.readers if n in chosen)
-        runs = _runs(stream.atoms, total, count, reads_parts)
-        size = max(round_bytes // count, _SMALLEST)
-        queues = []
-        for root, run in zip(chosen, runs, strict=True):
-            load[root] = load.get(root, 0) + sum(unit.nbytes for unit in run)
-            queues.append([_Draft(stream, root, units) for units in _messages(run, size)])
-        longest = max(len(queue) for queue in queues)
-        found.append([[q[k] for q in queues if k < len(q)] for k in range(longest)])
-    return found
-
-
-def _runs(atoms: Sequence[Atom], total: int, count: int, reads_parts: bool) -> list[list[_Unit]]:
-    """Cut a stream into ``count`` runs of about equally many bytes."""
-    runs: list[list[_Unit]] = [[] for _ in range(count)]
-    run_of: dict[tuple[str, tuple[int, ...]], int] = {}  # chunks that are read whole
-    position = 0
-    for atom in atoms:
-        numel = 1 if atom.box is None else atom.box.numel
-        size = atom.nbytes
-        if not reads_parts or not total:
-            middle = (position + size // 2) * count // total if total else 0
-            run = run_of.setdefault(atom.chunk, min(middle, count - 1))
-            runs[run].append(_Unit(atom, 0, numel))
-        else:
-            start = 0
-            for run in range(count):
-                border = total * (run + 1) // count - position
-                stop = numel if run == count - 1 else _aligned(atom, border, start)
-                if stop > start:
-                    runs[run].append(_Unit(atom, start, stop))
-                    start = stop
-        position += size
-    return runs
-
-
-def _messages(run: Sequence[_Unit], size: int) -> Iterator[list[_Unit]]:
-    """Cut a run into messages of at most about ``size`` bytes."""
-    units: list[_Unit] = []
-    room = size
-    for atom, first, stop in run:
-        start = first
-        while (stop - start) * atom.itemsize > room:
-            cut = min(_aligned(atom, start * atom.itemsize + room, start), stop)
-            if cut > start:
-                units.append(_Unit(atom, start, cut))
-                start = cut
-            elif not units:  # not even one block fits: take what does
-                cut = min(start + max(room // max(atom.itemsize, 1), 1), stop)
-                units.append(_Unit(atom, start, cut))
-                start = cut
-            yield units
-            units, room = [], size
-        if start < stop:
-            units.append(_Unit(atom, start, stop))
-            room -= (stop - start) * atom.itemsize
-    if units:
-        yield units
-
-
-def _aligned(atom: Atom, border: int, start: int) -> int:
-    """The element of ``atom`` at byte ``border``, moved down to a block's end; at least ``start``.
-
-    Blocks count from the chunk's first byte where the atom is 1-D, else from its own.
-    """
-    box = atom.box
-    assert box is not None
-    base = 0  # in the chunk
-    if len(box.offsets) == 1:
-        base = box.offsets[0] * atom.itemsize
-    if border >= atom.nbytes:
-        return box.numel
-    byte = (base + border) // _ALIGN * _ALIGN - base
-    return max(byte // atom.itemsize, start)
-
-
-def _rounds(streams: list[list[list[_Draft]]], round_bytes: int) -> list[list[_Draft]]:
-    """Put each stream's steps, in order, into the first rounds that have room for them."""
-    rounds: list[list[_Draft]] = []
-    loads: list[dict[int, int]] = []
-    last = [0] * len(streams)
-    objects: list[_Draft] = []
-    for k in range(max(len(steps) for steps in streams)):
-        for s, steps in enumerate(streams):
-            if k >= len(steps):
-                continue
-            if steps[k][0].stream.objects:
-                objects += steps[k]
-                continue
-            need: dict[int, int] = {}
-            for draft in steps[k]:
-                for n in draft.members:
-                    need[n] = need.get(n, 0) + draft.nbytes
-            r = last[s]
-            while r < len(rounds) and any(
-                loads[r].get(n, 0) + more > round_bytes for n, more in need.items() if n in loads[r]
-            ):
-                r += 1
-            if r == len(rounds):
-                rounds.append([])
-                loads.append({})
-            rounds[r] += steps[k]
-            for n, more in need.items():
-                loads[r][n] = loads[r].get(n, 0) + more
-            last[s] = r
-    return [*rounds, objects] if objects else rounds
+def _around(atoms: Sequence[Atom]) -> Box:
+    """The smallest box that holds the boxes of all ``atoms``."""
+    boxes = [atom.box for atom in atoms if atom.box is not None]
+    low = [min(each) for each in zip(*(box.offsets for box in boxes), strict=True)]
+    ends = [[a + n for a, n in zip(box.offsets, box.sizes, strict=True)] for box in boxes]
+    high = [max(each) for each in zip(*ends, strict=True)]
+    return Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))
 
 
 # ------------------------------------------------------------ each rank's part
@@ -358,46 +255,62 @@ def _rounds(streams: list[list[list[_Draft]]], round_bytes: int) -> list[list[_D
 class _Building:
     rounds: list[list[Message]] = field(default_factory=list)
     reads: list[Part | tuple[ReadItem, torch.dtype | None]] = field(default_factory=list)
-    known: dict[int, int] = field(default_factory=dict)  # atoms that are read whole -> read
+    known: dict[object, int] = field(default_factory=dict)  # what is read whole -> its read
 
 
 def _hand_out(
     classes: Sequence[Participant],
     members: Sequence[Sequence[int]],
-    rounds: Sequence[Sequence[_Draft]],
+    drafted: Sequence[Sequence[Draft]],
     reads_parts: bool,
+    roots: dict[tuple[object, ...], tuple[int, Box]],
 ) -> list[_Building]:
     class_of = {n: c for c, each in enumerate(members) for n in each}
     found = [_Building() for _ in class_of]
     tag = 0
-    for drafts in rounds:
+    for drafts in drafted:
         for building in found:
             building.rounds.append([])
         for draft in drafts:
             owners = dict(draft.units[0].atom.owners)
-            parts = {c: tuple(_parts(draft.units, c, classes[c])) for c in owners}
             own = class_of[draft.root] if class_of[draft.root] in owners else None
-            needs = _root_reads(draft.units, found[draft.root], own, classes, reads_parts)
+            building = found[draft.root]
+            direct = own is not None and not draft.stream.whole
+            if draft.stream.whole:
+                sources = _chunk_sources(draft.units, building, classes, roots)
+            else:
+                sources = _root_reads(draft.units, building, own, classes, reads_parts)
+            plain = Message(
+                draft.members,
+                draft.root,
+                tag,
+                draft.nbytes,
+                draft.stream.cuda and direct,
+                draft.stream.objects,
+            )
+            told = {
+                c: dataclasses.replace(plain, parts=tuple(_parts(draft.units, c, classes[c])))
+                for c in owners
+            }
             for n in draft.members:
-                message = Message(
-                    draft.members,
-                    draft.root,
-                    tag,
-                    draft.nbytes,
-                    draft.stream.cuda and own is not None,
-                    draft.stream.objects,
-                    parts.get(class_of[n], ()),
-                    needs if n == draft.root else (),
+                if n != draft.root:
+                    found[n].rounds[-1].append(told[class_of[n]])
+            building.rounds[-1].append(
+                dataclasses.replace(
+                    told.get(class_of[draft.root], plain),
+                    needs=tuple(dict.fromkeys(source.read for source in sources)),
+                    sources=() if direct else tuple(sources),
                 )
-                found[n].rounds[-1].append(message)
+            )
             tag += 1
     return found
 
 
-def _parts(units: Iterable[_Unit], number: int, participant: Participant) -> Iterator[Part]:
+def _parts(units: Iterable[Unit], number: int, participant: Participant) -> Iterator[Part]:
     """Where a message belongs in the reads of one class."""
     for unit in units:
-        item = dict(unit.atom.owners)[number]
+        owners = unit.atom.owners
+        item = owners[bisect_left(owners, (number, -1))][1]
         box = unit.atom.box
         if box is None:
             yield Part(item)
@@ -413,34 +326,79 @@ def _parts(units: Iterable[_Unit], number: int, participant: Participant) -> Ite
 
 
 def _root_reads(
-    units: Iterable[_Unit],
+    units: Iterable[Unit],
     root: _Building,
     own: int | None,
     classes: Sequence[Participant],
     reads_parts: bool,
-) -> tuple[int, ...]:
+) -> list[Source]:
     """Add what the root (of class `own`, or with no use for it) reads for a message.
 
-    Returns which of its reads the message waits for; for a root with no use for it itself, they
-    are the message.
+    Returns what the message consists of.
     """
-    needs: list[int] = []
+    sources: list[Source] = []
     for unit in units:
         atom = unit.atom
-        whole = atom.box is None or not reads_parts
-        if whole and id(atom) in root.known:
-            needs.append(root.known[id(atom)])
-            continue
-        if whole and atom.box is not None:
-            unit = _Unit(atom, 0, atom.box.numel)  # noqa: PLW2901
         number = atom.owners[0][0] if own is None else own
+        if atom.box is None or not reads_parts:
+            read = root.known.get(id(atom))
+            if read is None:
+                everything = unit if atom.box is None else Unit(atom, 0, atom.box.numel)
+                (part,) = _parts([everything], number, classes[number])
+                read = root.known[id(atom)] = _add(root, part, own, atom, classes[number])
+            if atom.box is None:
+                sources.append(Source(read))
+            else:
+                sources += [Source(read, box.offsets, box.sizes) for box in unit.boxes()]
+            continue
         for part in _parts([unit], number, classes[number]):
-            needs.append(len(root.reads))
-            read = part.of(classes[number].items)
-            root.reads.append(part if own is not None else (read, atom.dtype))
-        if whole:
-            root.known[id(atom)] = needs[-1]
-    return tuple(needs)
+            sources.append(Source(_add(root, part, own, atom, classes[number])))
+    return sources
+
+
+def _add(root: _Building, part: Part, own: int | None, atom: Atom, participant: Participant) -> int:
+    root.reads.append(part if own is not None else (_apart(part.of(participant.items)), atom.dtype))
+    return len(root.reads) - 1
+
+
+def _chunk_sources(
+    units: Iterable[Unit],
+    root: _Building,
+    classes: Sequence[Participant],
+    roots: dict[tuple[object, ...], tuple[int, Box]],
+) -> list[Source]:
+    """The same for chunks that are read whole, into memory of their own."""
+    sources: list[Source] = []
+    for unit in units:
+        atom = unit.atom
+        assert atom.box is not None
+        name = (atom.chunk, atom.dtype)
+        _, around = roots[name]
+        if name not in root.known:
+            number, item = atom.owners[0]
+            like = classes[number].items[item]
+            size = torch.Size(around.sizes)
+            whole = dataclasses.replace(
+                like,
+                dest_offsets=torch.Size([0] * len(size)),
+                storage_offsets=torch.Size(around.offsets),
+                lengths=size,
+            )
+            root.known[name] = len(root.reads)
+            root.reads.append((_apart(whole), atom.dtype))
+        base = [a - b for a, b in zip(atom.box.offsets, around.offsets, strict=True)]
+        sources += [
+            Source(root.known[name], box.shifted(base).offsets, box.sizes) for box in unit.boxes()
+        ]
+    return sources
+
+
+def _apart(item: ReadItem) -> ReadItem:
+    """``item`` under a name that tells it from the rank's own reads."""
+    index = item.dest_index
+    return dataclasses.replace(
+        item, dest_index=MetadataIndex(f"{index.fqn} (handed on)", index.offset)
+    )
 
 
 def _alone(

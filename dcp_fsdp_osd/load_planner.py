@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from .errors import CheckpointMismatchError, LayoutError
+from .errors import CheckpointMismatchError, ExchangeError, LayoutError, portable_errors
 from .exchange import Exchange, ExchangeStats
 from .fsdp import Target, describe_target
 from .load_forms import FormLoad
@@ -85,9 +85,10 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             of the whole state dict) is read by one of them, each a part, and handed on, over NCCL
             to CUDA tensors where the job uses it, else over gloo. ``"auto"``: where it pays
             (:func:`~dcp_fsdp_osd.read_once.plan_reads` has the rule). Off if off on any rank.
-        stall_seconds: for how long a rank may not answer the others, or (with a storage reader
-            other than ``StreamingReader``, which reports its errors) commit nothing, before all
-            ranks raise. Applies with `broadcast` alone.
+        stall_seconds: for how long a rank may not answer the others, or read nothing of what they
+            wait for, before all ranks raise. ``StreamingReader`` reports its errors, which then
+            raise everywhere at once; with other storage readers an error shows by this limit.
+            Applies with `broadcast` alone.
         default_planner_options: of ``DefaultLoadPlanner``; ``flatten_state_dict=False`` is refused.
 
     The dict under each key is one of
@@ -187,6 +188,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
 
     # ------------------------------------------------------------ planning
 
+    @portable_errors()
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -196,6 +198,8 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         """Find the optimizers in ``state_dict`` and in the checkpoint.  Touches no tensor."""
         if metadata is None:
             raise CheckpointMismatchError("expected the checkpoint's metadata, found none")
+        if self._exchange is not None:  # of a load that was given up
+            self._exchange.failed(ExchangeError("the load was given up"))
         self._loads, self._owner, self._pending, self.skipped = {}, {}, set(), []
         self._items, self._exchange, self.exchanged = [], None, None
         for key, target in self._targets.items():
@@ -222,6 +226,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(rest, metadata, is_coordinator)
         self._given = state_dict
 
+    @portable_errors()
     def create_local_plan(self) -> LoadPlan:
         """The reads of this rank: DCP's default ones, and those of its own elements."""
         plan = self._default_plan()
@@ -265,6 +270,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         strict = not self.allow_partial_load
         return create_default_local_load_plan(self.state_dict, self.metadata, strict)
 
+    @portable_errors()
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Refuse the load, on the coordinator for all ranks, if anything does not match.
 
@@ -306,6 +312,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         ]
         return super().create_global_plan(told)
 
+    @portable_errors()
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Allocate, and keep this rank's reads; from here on tensors may be written."""
         final = new_plan.planner_data
@@ -318,16 +325,16 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         else:
             exchange = final.shared.begin(self._items, self._resolve, self._stall)
             self._exchange, self.exchanged = exchange, exchange.stats
+            exchange.start()
             with self._reported():
-                try:  # what fails here is told by the exchange's thread
-                    self._allocate(final.skipped)
-                    reads = [*exchange.reads, *final.shared.own_reads(self._items)]
-                finally:
-                    exchange.start()
-            plan = dataclasses.replace(plan, items=list(dict.fromkeys(reads)))
-            self._pending.update(plan.items)
+                self._allocate(final.skipped)
+                own = final.shared.own_reads(self._items)
+                plan = dataclasses.replace(plan, items=[*dict.fromkeys([*exchange.reads, *own])])
+                self._pending.update(plan.items)
+                exchange.ready(own)
         if not self._pending:
-            self._finish()
+            with self._reported():
+                self._finish()
         return plan
 
     def _allocate(self, skipped: list[str]) -> None:
@@ -381,11 +388,12 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
         """Tell the other ranks of an error, whatever the storage reader makes of it."""
-        try:
-            yield
-        except BaseException as error:
-            self.on_read_error(error)
-            raise
+        with portable_errors():
+            try:
+                yield
+            except BaseException as error:
+                self.on_read_error(error)
+                raise
 
     def _take_object(self, item: ReadItem, value: io.BytesIO) -> None:
         load = self._owner.get(item.dest_index.fqn)
@@ -403,13 +411,15 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
 
     def _finish(self) -> None:
         """All reads are done: check all optimizers, then fill all of their dicts."""
-        if self._exchange is not None:
-            self._exchange.wait()
-            for item, payload in self._exchange.objects:
+        exchange = self._exchange
+        if exchange is not None:
+            for item, payload in exchange.receive():
                 self._take_object(item, io.BytesIO(payload))
-            self._exchange = None
         for load in self._loads.values():
             load.finish()
+        if exchange is not None:
+            exchange.conclude()
+            self._exchange = None
         for load in self._loads.values():
             load.hand_over()
             self._skip(load.late)

@@ -53,12 +53,10 @@ class SharedReads:
 
     Attributes:
         session: names this load's exchange, and no other's.
-        reports_errors: the storage reader tells the planner of its errors.
     """
 
     schedule: RankSchedule
     session: str
-    reports_errors: bool
 
     def begin(
         self,
@@ -79,7 +77,7 @@ class SharedReads:
             in_order(items),
             resolve,
             channels,
-            stall_seconds=None if self.reports_errors else stall_seconds,
+            stall_seconds=stall_seconds,
         )
 
     def own_reads(self, items: Sequence[ReadItem]) -> list[ReadItem]:
@@ -155,8 +153,7 @@ def plan_reads(
     ):
         return None
     session = uuid.uuid4().hex
-    reports = all(about.get("reports_errors", False) for about in readers)
-    return [SharedReads(schedule, session, reports) for schedule in plan.ranks]
+    return [SharedReads(schedule, session) for schedule in plan.ranks]
 
 
 def _about_reader(plan: LoadPlan) -> dict[str, Any]:

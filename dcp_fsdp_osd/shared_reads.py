@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -51,8 +50,11 @@ class Participant:
     def digest_of(
         items: Sequence[ReadItem], dtypes: Sequence[torch.dtype | None], cuda: Sequence[bool]
     ) -> bytes:
-        keys = [(item_key(i), str(d), c) for i, d, c in zip(items, dtypes, cuda, strict=True)]
-        return hashlib.sha256(pickle.dumps(keys)).digest()
+        """Of the values alone: a pickle would also tell which of them are one object."""
+        found = hashlib.sha256()
+        for item, dtype, on_gpu in zip(items, dtypes, cuda, strict=True):
+            found.update(repr((item_key(item), str(dtype), on_gpu)).encode())
+        return found.digest()
 
 
 @dataclass(frozen=True)
@@ -202,16 +204,35 @@ def _cut(chunk: _Chunk) -> Iterator[tuple[Box | None, list[tuple[int, int]]]]:
     if len(chunk.boxes) == 1 or None in chunk.boxes:
         yield from chunk.boxes.items()
         return
-    cluster: list[tuple[Box, list[tuple[int, int]]]] = []
-    end = -1
     known = [(box, wanting) for box, wanting in chunk.boxes.items() if box is not None]
-    for box, wanting in sorted(known, key=lambda pair: (pair[0].offsets, pair[0].sizes)):
-        if cluster and (not box.offsets or box.offsets[0] >= end):
-            yield from _disjoint(cluster)
-            cluster = []
-        cluster.append((box, wanting))
-        end = max(end, box.offsets[0] + box.sizes[0])
-    yield from _disjoint(cluster)
+    for cluster in _clusters(known):
+        yield from _disjoint(cluster)
+
+
+def _clusters(
+    boxes: list[tuple[Box, list[tuple[int, int]]]],
+) -> Iterator[list[tuple[Box, list[tuple[int, int]]]]]:
+    """Groups of boxes such that boxes of different groups have nothing in common.
+
+    Boxes are told apart along one dimension after another, until none tells any more of them apart.
+    """
+    todo = [(boxes, 0, 0)]  # with the next dimension, and how many in a row told nothing
+    while todo:
+        group, d, useless = todo.pop()
+        dims = len(group[0][0].offsets)
+        if len(group) == 1 or useless == dims:
+            yield sorted(group, key=lambda pair: (pair[0].offsets, pair[0].sizes))
+            continue
+        group.sort(key=lambda pair: pair[0].offsets[d])
+        parts: list[list[tuple[Box, list[tuple[int, int]]]]] = []
+        end = -1
+        for pair in group:
+            if pair[0].offsets[d] >= end:
+                parts.append([])
+            parts[-1].append(pair)
+            end = max(end, pair[0].offsets[d] + pair[0].sizes[d])
+        useless = useless + 1 if len(parts) == 1 else 1
+        todo += [(part, (d + 1) % dims, useless) for part in parts]
 
 
 def _disjoint(
