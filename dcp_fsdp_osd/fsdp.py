@@ -10,8 +10,9 @@ Read against torch 2.6 to 2.13 (``torch/distributed/fsdp/_flat_param.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .errors import LayoutError, UnsupportedTorchError
@@ -32,7 +36,7 @@ from .layout import FlatLayout, ParamLayout, Segment
 
 __all__ = ["ShardGroup", "Target", "describe_target"]
 
-_Known = dict[int, tuple["ParamLayout", torch.device, "ShardGroup | None"]]
+_Known = dict[int, tuple["ParamLayout", torch.device, "dict[str, ShardGroup | None]"]]
 
 _CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
 _FSDP_WRAPPER = "_fsdp_wrapped_module"
@@ -44,14 +48,18 @@ class ShardGroup:
     """The ranks over which one FSDP1 unit is sharded: a process group, and its mesh if it has one.
 
     Its *sharded* state is cut by rows, as ``torch.Tensor.chunk`` cuts
-    (``torch/distributed/fsdp/_shard_utils.py``), whatever the flat pieces are.
+    (``torch/distributed/fsdp/_shard_utils.py``), whatever the flat pieces are; over a mesh as
+    ``placements`` say.
     """
 
     group: dist.ProcessGroup
     mesh: DeviceMesh | None
+    placements: tuple[Placement, ...] = ()
 
     def box(self, shape: Sequence[int]) -> Box:
         """This rank's rows of a tensor of ``shape``; none of them is a box without elements."""
+        if self.mesh is not None:
+            return _box(self.mesh, self.placements, torch.Size(shape))
         rows = -(-shape[0] // self.group.size())
         start = min(rows * self.group.rank(), shape[0])
         stop = min(start + rows, shape[0])
@@ -64,10 +72,9 @@ class ShardGroup:
         """
         size = torch.Size(shape)
         if self.mesh is not None:
-            placements = [*(Replicate() for _ in range(self.mesh.ndim - 1)), Shard(0)]
             stride = torch.empty(size, device="meta").stride()
             return DTensor.from_local(
-                local, self.mesh, placements, run_check=False, shape=size, stride=stride
+                local, self.mesh, self.placements, run_check=False, shape=size, stride=stride
             )
         rows = -(-shape[0] // self.group.size())
         shards = [
@@ -104,13 +111,13 @@ class Target:
         layout: holds no tensor.
         params: the optimizer's parameters, in its order; not owned.
         devices: where the state of each belongs (the CPU for offloaded parameters).
-        shards: for each parameter that FSDP1 shards, over whom.
+        shards: for each FQN that FSDP1 shards, over whom.
     """
 
     layout: FlatLayout
     params: tuple[torch.Tensor, ...]
     devices: tuple[torch.device, ...]
-    shards: tuple[ShardGroup | None, ...] = ()
+    shards: Mapping[str, ShardGroup] = field(default_factory=dict)
 
 
 def describe_target(model: nn.Module, optim: torch.optim.Optimizer) -> Target:
@@ -138,7 +145,7 @@ def describe_target(model: nn.Module, optim: torch.optim.Optimizer) -> Target:
                 _describe_plain(param, [_join(p, name) for p in prefixes], known, aliases)
     params: list[torch.Tensor] = []
     devices: list[torch.device] = []
-    shards: list[ShardGroup | None] = []
+    shards: dict[str, ShardGroup] = {}
     layouts: list[ParamLayout] = []
     groups: list[tuple[int, ...]] = []
     for number, group in enumerate(optim.param_groups):
@@ -156,12 +163,12 @@ def describe_target(model: nn.Module, optim: torch.optim.Optimizer) -> Target:
             params.append(param)
             layouts.append(described)
             devices.append(device)
-            shards.append(shard)
+            shards.update((fqn, over) for fqn, over in shard.items() if over is not None)
         groups.append(tuple(ids))
     own = {fqn for described in layouts for fqn in described.fqns}
     aliases = {alias: fqn for alias, fqn in aliases.items() if fqn in own and alias != fqn}
     layout = FlatLayout(tuple(layouts), aliases, tuple(groups))
-    return Target(layout, tuple(params), tuple(devices), tuple(shards))
+    return Target(layout, tuple(params), tuple(devices), shards)
 
 
 def _describe_plain(
@@ -179,13 +186,14 @@ def _describe_plain(
     shape = tuple(param.shape)
     layout = ParamLayout((fqns[0],), (shape,), "whole")
     if isinstance(param, DTensor):
-        like: Any = param
-        boxes = like.__create_chunk_list__() if param.device_mesh.get_coordinate() else []
-        parts = [(tuple(box.offsets), tuple(box.sizes)) for box in boxes]
-        part = parts[0] if parts and parts[0][1] != shape else None
+        part = None
+        if param.device_mesh.get_coordinate() is not None:
+            _check_one_box(fqns[0], param.device_mesh, param.placements, shape)
+            box = _box(param.device_mesh, param.placements, param.shape)
+            part = (box.offsets, box.sizes) if box.sizes != shape else None
         sharded = not all(placement.is_replicate() for placement in param.placements)
         layout = ParamLayout((fqns[0],), (shape,), "dtensor", sharded=sharded, part=part)
-    known[id(param)] = (layout, param.device, None)
+    known[id(param)] = (layout, param.device, {})
     aliases.update((fqn, fqns[0]) for fqn in fqns[1:])
 
 
@@ -212,39 +220,131 @@ def _describe_unit(
     device = local.device if local is not None else flat.device
     group = _get(module, "process_group", "FullyShardedDataParallel")
     mesh = _get(module, "_device_mesh", "FullyShardedDataParallel")
-    shard_group = ShardGroup(group, mesh) if sharded else None
+    column = min(dist.get_process_group_ranks(group))
     fqns: list[str] = []
     segments: list[Segment] = []
+    groups: list[ShardGroup | None] = []
     for info, shard, shape, stride, extension in zip(
         infos, shards, shapes, strides, extensions, strict=True
     ):
         fqn, *others = _fqns(info, names)
-        if extension is not None:
-            raise LayoutError(
-                f"{fqn}: FSDP over tensor parallelism shards this parameter in two dimensions; a "
-                f"flat piece of it cannot be written as boxes. Use FSDP2 (fully_shard) with TP"
-            )
         aliases.update((other, fqn) for other in others)
         fqns.append(fqn)
-        segments.append(_segment(fqn, tuple(shape), tuple(stride), shard))
+        segment = _segment(fqn, tuple(shape), tuple(stride), shard)
+        if extension is not None:
+            segment = _in_two_dimensions(segment, extension)
+            if not sharded and originals is not None:
+                raise LayoutError(
+                    f"{fqn}: expected FSDP over tensor parallelism to shard over several ranks, or "
+                    f"to have use_orig_params=False, found an unsharded FSDP unit with "
+                    f"use_orig_params=True, which torch itself cannot train"
+                )
+        segments.append(segment)
+        groups.append(_shard_group(module, group, mesh, extension) if sharded else None)
     for info in _get(flat, "_shared_param_infos", "FlatParameter"):
         primary = _fqns((info.prim_param_name, info.prim_module), names)[0]
         aliases.update((other, primary) for other in _fqns((info.param_name, info.module), names))
     whole_shapes = tuple(s.shape for s in segments)
     if originals is None:  # use_orig_params=False
-        known[id(flat)] = (
-            ParamLayout(tuple(fqns), whole_shapes, "flat", tuple(segments), numel, sharded),
-            device,
-            shard_group,
+        cut = sharded or any(segment.part is not None for segment in segments)
+        layout = ParamLayout(
+            tuple(fqns), whole_shapes, "flat", tuple(segments), numel, cut, column=column
         )
+        known[id(flat)] = (layout, device, dict(zip(fqns, groups, strict=True)))
         return
-    for param, segment in zip(originals, segments, strict=True):
+    for param, segment, shard_group in zip(originals, segments, groups, strict=True):
         if sharded:
-            own = Segment(segment.fqn, segment.shape, segment.start, segment.stop, 0, segment.order)
-            layout = ParamLayout((own.fqn,), (own.shape,), "flat", (own,), own.numel, True)
+            own = dataclasses.replace(segment, offset=0)
+            layout = ParamLayout(
+                (own.fqn,), (own.shape,), "flat", (own,), own.numel, True, column=column
+            )
         else:
             layout = ParamLayout((segment.fqn,), (segment.shape,), "whole")
-        known[id(param)] = (layout, device, shard_group)
+        known[id(param)] = (layout, device, {segment.fqn: shard_group})
+
+
+def _in_two_dimensions(segment: Segment, extension: Any) -> Segment:
+    """A segment of the local shard of a DTensor as one of the whole tensor.
+
+    ``extension`` is what ``torch.distributed.tensor.parallel.fsdp`` keeps for a DTensor: its spec.
+    """
+    fqn = segment.fqn
+    if not isinstance(extension, DTensorSpec):
+        raise LayoutError(
+            f"{fqn}: expected FSDP to have flattened a tensor or a DTensor, found an extension "
+            f"that keeps {type(extension).__name__}, of which the whole tensor is not known"
+        )
+    whole = tuple(extension.shape)
+    _check_one_box(fqn, extension.mesh, extension.placements, whole)
+    part = _box(extension.mesh, extension.placements, extension.shape)
+    if part.sizes != segment.shape:
+        raise LayoutError(
+            f"{fqn}: expected the local shard of {extension} to be of shape {part.sizes}, found "
+            f"that FSDP flattened one of {segment.shape}"
+        )
+    return dataclasses.replace(segment, shape=whole, part=None if part.sizes == whole else part)
+
+
+def _shard_group(
+    module: FullyShardedDataParallel, group: dist.ProcessGroup, mesh: DeviceMesh | None, spec: Any
+) -> ShardGroup:
+    """How stock cuts *sharded* values of a parameter, with ``spec`` if it is a DTensor.
+
+    With a mesh that is a slice of another, the values are DTensors over the whole of that
+    (``torch.distributed.tensor.parallel.fsdp._chunk_dtensor``).
+    """
+    if mesh is None:
+        return ShardGroup(group, None)
+    if _get(module, "_fsdp_extension", "FullyShardedDataParallel") is None:
+        return ShardGroup(group, mesh, (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)))
+    root = _root_mesh(mesh)
+    placements: list[Placement] = [Replicate() for _ in range(root.ndim)]
+    if spec is None:
+        placements[0] = Shard(0)
+    else:
+        placements[-2:] = [Shard(0), spec.placements[0]]
+    return ShardGroup(group, root, tuple(placements))
+
+
+def _root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    if not hasattr(mesh, "_get_root_mesh"):  # torch 2.6
+        resources = _get(torch.distributed.device_mesh, "_mesh_resources", "device_mesh")
+        found: DeviceMesh = _get(resources, "get_root_mesh", "_MeshEnv")(mesh)
+        return found
+    root: DeviceMesh = mesh._get_root_mesh()
+    return root
+
+
+def _box(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> Box:
+    """This rank's box of a DTensor; without elements where it has none."""
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _check_one_box(
+    fqn: str, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> None:
+    """Refuse shards that are no one box, which DCP would silently take for one.
+
+    ``_StridedShard`` on its own deals rows out in turns; where tensor parallelism cuts them
+    afterwards, as under FSDP2, what a rank has is one box again.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or not any(hasattr(p, "split_factor") for p in placements):
+        return
+    for dim, size in enumerate(shape):
+        rows = torch.arange(size)
+        for at, count, placement in zip(coordinate, mesh.shape, placements, strict=True):
+            if getattr(placement, "dim", None) != dim:
+                continue
+            parts = rows.chunk(getattr(placement, "split_factor", 1))
+            shares = [part.chunk(count)[at : at + 1] for part in parts]
+            rows = torch.cat([rows[:0], *(row for share in shares for row in share)])
+        if len(rows) and int(rows[-1] - rows[0]) != len(rows) - 1:
+            raise LayoutError(
+                f"{fqn}: expected each rank to hold one box, found that {tuple(placements)} over a "
+                f"mesh of {tuple(mesh.shape)} give it rows {rows.tolist()[:8]} of dimension {dim}"
+            )
 
 
 def _segment(fqn: str, shape: tuple[int, ...], stride: tuple[int, ...], shard: Any) -> Segment:

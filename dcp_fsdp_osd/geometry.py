@@ -30,6 +30,9 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
+    def shifted(self, by: Sequence[int]) -> Box:
+        return Box(tuple(a + b for a, b in zip(self.offsets, by, strict=True)), self.sizes)
+
     def overlap(self, other: Box) -> Box | None:
         """The elements in both boxes (offsets in the whole tensor), or None if there are none."""
         offsets, sizes = [], []

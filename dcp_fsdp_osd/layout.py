@@ -55,6 +55,8 @@ class Segment:
         start, stop: half-open interval of elements, in the parameter's memory order.
         offset: position of element ``start`` in the rank's local flat tensor.
         order: the memory order, if it is not row-major; dimensions, slowest first.
+        part: the box of the parameter whose elements are counted, if that is not all of it:
+            tensor parallelism cut the box out, then FSDP an interval of its elements.
     """
 
     fqn: str
@@ -63,6 +65,7 @@ class Segment:
     stop: int
     offset: int
     order: tuple[int, ...] | None = None
+    part: Box | None = None
 
     @property
     def numel(self) -> int:
@@ -70,20 +73,24 @@ class Segment:
 
     def pieces(self) -> Iterator[Piece]:
         """At most ``2 N - 1`` boxes that together are this segment, in memory order."""
+        shape = self.shape if self.part is None else self.part.sizes
         offset = self.offset
         if self.order is None:
-            for box in boxes_of_interval(self.shape, self.start, self.stop):
-                yield Piece(box, offset)
+            for box in boxes_of_interval(shape, self.start, self.stop):
+                yield Piece(self._in_whole(box), offset)
                 offset += box.numel
             return
         rank_of = [self.order.index(d) for d in range(len(self.order))]
-        stored_shape = [self.shape[d] for d in self.order]
+        stored_shape = [shape[d] for d in self.order]
         for stored in boxes_of_interval(stored_shape, self.start, self.stop):
             box = Box(
                 tuple(stored.offsets[i] for i in rank_of), tuple(stored.sizes[i] for i in rank_of)
             )
-            yield Piece(box, offset, self.order)
+            yield Piece(self._in_whole(box), offset, self.order)
             offset += box.numel
+
+    def _in_whole(self, box: Box) -> Box:
+        return box if self.part is None else box.shifted(self.part.offsets)
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,8 @@ class ParamLayout:
         segments: of kind ``"flat"``: what this rank holds of each (none of some).
         numel: of kind ``"flat"``: elements of the local flat tensor, padding included.
         sharded: other ranks hold other parts.
+        column: of kind ``"flat"``: the lowest global rank of the group that the flat tensor is
+            sharded over. Groups that hold replicas may cut them at different places.
         part: of kind ``"dtensor"``: (offsets, sizes) of this rank's box, if it is not the whole.
     """
 
@@ -109,6 +118,7 @@ class ParamLayout:
     numel: int = 0
     sharded: bool = False
     part: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    column: int = 0
 
     @property
     def empty(self) -> bool:
@@ -141,9 +151,13 @@ class ParamLayout:
             return f"{self.fqns[0]} at {self.part[0]} size {self.part[1]}"
         if self.kind != "flat":
             return ", ".join(self.fqns)
-        parts = [f"{s.fqn}[{s.start}:{s.stop}]" for s in self.segments if s.numel]
+        parts = [f"{s.fqn}[{s.start}:{s.stop}]{_of(s.part)}" for s in self.segments if s.numel]
         more = f" and {len(parts) - 4} more" if len(parts) > 4 else ""
         return (", ".join(parts[:4]) or "nothing") + more
+
+
+def _of(part: Box | None) -> str:
+    return "" if part is None else f" of the box at {part.offsets} size {part.sizes}"
 
 
 @dataclass(frozen=True)

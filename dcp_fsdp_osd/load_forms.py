@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
+from .fsdp import ShardGroup
 from .geometry import Box
 from .layout import Piece
 from .load_plan import check_params
@@ -35,6 +36,10 @@ class FormLoad(OptimLoad):
     form: str = "full"
     idle: bool = False
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._fqn_of: dict[str, str] = {}  # key of an entry -> the parameter that it is state of
+
     def plan(self) -> LoadSchedule:
         self.schedule = schedule = check_params(self.target, self.index, self.key)
         if self.idle:
@@ -54,15 +59,16 @@ class FormLoad(OptimLoad):
         ]
         keys += self.index.extra.values()
         keys += [key for paths in self.index.groups.values() for key in paths.values()]
-        number_of = {
-            key: self.layout.ids[fqn]
+        self._fqn_of = {
+            key: fqn
             for name, paths in self.index.state.items()
             if (fqn := self.layout.resolve(name)) is not None
             for key in paths.values()
         }
         for key in keys:
             storage = self.index.tensors.get(key)
-            leaf = Leaf("object", number_of.get(key), key, self.index.paths[key], {key: key})
+            number = self.layout.ids.get(self._fqn_of.get(key, ""))
+            leaf = Leaf("object", number, key, self.index.paths[key], {key: key})
             schedule.leaves.append(leaf)
             if storage is None:
                 schedule.items.append(object_item(key))
@@ -76,7 +82,7 @@ class FormLoad(OptimLoad):
         number = leaf.param
         if number is not None and self.form == "sharded" and leaf.shape:
             like: Any = self.target.params[number]
-            group = self.target.shards[number]
+            group = self._shard_group(leaf.name)
             if isinstance(like, DTensor) and like.shape == storage.size:
                 leaf.kind = "dtensor"
                 chunk = like.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
@@ -89,6 +95,10 @@ class FormLoad(OptimLoad):
         leaf.pieces[index] = piece
         self.schedule.destinations[index] = (leaf, None)
         self.schedule.items += covering_reads(leaf.name, storage, [chunk])
+
+    def _shard_group(self, key: str) -> ShardGroup | None:
+        """Over whom FSDP1 shards the parameter that an entry is state of."""
+        return self.target.shards.get(self._fqn_of.get(key, ""))
 
     def allocate(self) -> None:
         for leaf in self.schedule.leaves:
@@ -112,7 +122,7 @@ class FormLoad(OptimLoad):
             if leaf.kind == "object":
                 value = self.objects[leaf.name]
             elif leaf.kind == "sharded" and leaf.param is not None and leaf.tensor is not None:
-                group = self.target.shards[leaf.param]
+                group = self._shard_group(leaf.name)
                 value = group.tensor(leaf.tensor, leaf.shape) if group is not None else value
             set_leaf(self._result, leaf.path, value)
         for section, empty in (("state", {}), ("param_groups", [])):

@@ -244,9 +244,11 @@ class _Planner:
                 for key in self.index.state.get(sources.get(segment.fqn, ""), {}).values()
                 if key in self.index.tensors and self.index.tensors[key].size
             ]
+            part = segment.part
+            where = [] if part is None else [list(part.offsets), list(part.sizes)]
             for key in keys:
-                spans = info.absent.get(key, ())
-                if not any(a <= segment.start and segment.stop <= b for a, b in spans):
+                spans = [span for span in info.absent.get(key, ()) if span[2:] == where]
+                if not any(a <= segment.start and segment.stop <= b for a, b, *_ in spans):
                     return False
             if not keys:
                 return False

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from .errors import CheckpointMismatchError, LayoutError
+from .geometry import Box
 from .layout import FlatLayout, ParamLayout, Piece
 from .tree import Path, digest, dotted, holds_tensor, int_mappings, leaves
 
@@ -60,7 +61,8 @@ class SavedInfo:
     Attributes:
         groups: the FQNs of each param group.
         user: names in ``state`` that are no parameter's.
-        absent: key -> intervals of elements for which a rank had no state (zeros are stored).
+        absent: key -> spans of elements for which a rank had no state (zeros are stored): start
+            and stop; and, where they count within a box of the tensor, its offsets and sizes.
         opaque: key of per-rank state -> the part of the model that its rank held.
         odd: keys of whole tensors that do not have their parameter's shape.
         int_keys: paths below ``state`` of mappings whose keys are integers.
@@ -68,7 +70,7 @@ class SavedInfo:
 
     groups: Sequence[Sequence[str]] = ()
     user: Sequence[str] = ()
-    absent: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    absent: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     opaque: Mapping[str, str] = field(default_factory=dict)
     odd: Sequence[str] = ()
     int_keys: Sequence[Sequence[str]] = ()
@@ -100,6 +102,8 @@ class SaveEntries:
         pieces: path -> (shape of the whole tensor, the local tensor, its boxes).
         stateless: FQN -> intervals that this rank holds but has no state for.
         orders: FQN -> memory order, where it is not row-major.
+        parts: FQN -> the box that tensor parallelism leaves this rank and its FSDP group of it.
+        columns: FQN -> which FSDP group this rank is of (``ParamLayout.column``).
         groups: this rank's param groups, in its order.
         user: names in ``state`` that are no parameter's.
         opaque: path of per-rank state -> what part of the model it is of.
@@ -113,6 +117,8 @@ class SaveEntries:
     )
     stateless: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     orders: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    parts: dict[str, Box] = field(default_factory=dict)
+    columns: dict[str, int] = field(default_factory=dict)
     groups: list[GroupInfo] = field(default_factory=list)
     user: list[str] = field(default_factory=list)
     opaque: dict[Path, str] = field(default_factory=dict)
@@ -159,6 +165,9 @@ def save_entries(state_dict: Mapping[str, Any], layout: FlatLayout, key: Path) -
     stateful = _save_states(state_dict["state"], layout, key, entries)
     for param in layout.params:
         for segment in param.segments:
+            entries.columns[segment.fqn] = param.column
+            if segment.part is not None:
+                entries.parts[segment.fqn] = segment.part
             if segment.order is not None:
                 entries.orders[segment.fqn] = segment.order
             if segment.fqn not in stateful and segment.numel:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from .errors import LayoutError
+from .geometry import Box
 from .layout import Segment
 from .optim_state import GroupInfo
 
@@ -27,6 +30,7 @@ __all__ = [
     "check_kinds",
     "check_scalars",
     "complement",
+    "drop_overlaps",
     "fill_holes",
     "share_out",
     "tensor_data",
@@ -42,6 +46,8 @@ class Report:
     pieces: dict[str, str] = field(default_factory=dict)  # key -> FQN
     stateless: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     orders: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    parts: dict[str, Box] = field(default_factory=dict)
+    columns: dict[str, int] = field(default_factory=dict)
     groups: list[GroupInfo] = field(default_factory=list)
     user: list[str] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)
@@ -49,6 +55,7 @@ class Report:
     odd: list[str] = field(default_factory=list)
     int_keys: list[list[str]] = field(default_factory=list)
     scalars: dict[str, str] = field(default_factory=dict)  # key -> digest
+    model: bool = False  # of a model, which has no groups and whose values may differ
 
 
 def tensor_data(item: WriteItem) -> TensorWriteData:
@@ -94,14 +101,45 @@ def check_kinds(key: str, reports: Sequence[Report]) -> None:
         )
 
 
-def fill_holes(
-    key: str, reports: Sequence[Report], plans: list[SavePlan]
-) -> dict[str, list[list[int]]]:
+def drop_overlaps(reports: Sequence[Report], plans: list[SavePlan]) -> None:
+    """Let one of several FSDP groups write a tensor that they cut at different places.
+
+    Where tensor parallelism leaves groups different numbers of elements, their flat tensors end at
+    different places, also within parameters that all of the groups have.
+    """
+    if not any(report.parts for report in reports):
+        return
+    spans: dict[str, dict[int, set[tuple[int, int]]]] = defaultdict(lambda: defaultdict(set))
+    for report, plan in zip(reports, plans, strict=True):
+        for item in plan.items:
+            fqn = report.pieces.get(item.index.fqn)
+            if fqn is not None and fqn in report.columns and fqn not in report.parts:
+                data = tensor_data(item)
+                whole = Box((0,) * len(data.size), tuple(data.size))
+                span = _interval(_box(data), whole, report.orders.get(fqn))
+                spans[item.index.fqn][report.columns[fqn]].add(span)
+    writer: dict[str, int] = {}
+    for name, columns in spans.items():
+        distinct = sorted(set().union(*columns.values()))
+        if any(a[1] > b[0] for a, b in itertools.pairwise(distinct)):
+            held = {column: sum(b - a for a, b in found) for column, found in columns.items()}
+            writer[name] = max(held, key=lambda column: (held[column], -column))
+    for rank, (report, plan) in enumerate(zip(reports, plans, strict=True)):
+        items = [
+            item
+            for item in plan.items
+            if item.index.fqn not in writer
+            or report.columns[report.pieces[item.index.fqn]] == writer[item.index.fqn]
+        ]
+        plans[rank] = dataclasses.replace(plan, items=items)
+
+
+def fill_holes(key: str, reports: Sequence[Report], plans: list[SavePlan]) -> dict[str, list[Any]]:
     """Have zeros written for elements whose rank has no state while others do.
 
     FSDP with ``use_orig_params=True`` gives a parameter no gradient on ranks whose forward did
-    not use it. Which elements those are is returned (key -> intervals), so that the same
-    layout loads "no state" again.
+    not use it. Which elements those are is returned (key -> spans as in ``SavedInfo.absent``), so
+    that the same layout loads "no state" again.
     """
     names = {name: fqn for r in reports for name, fqn in r.pieces.items()}
     boxes: dict[str, dict[tuple[int, ...], WriteItem]] = {name: {} for name in names}
@@ -110,35 +148,38 @@ def fill_holes(
             if item.index.fqn in boxes:
                 boxes[item.index.fqn][tuple(item.index.offset or ())] = item
     orders = {fqn: order for r in reports for fqn, order in r.orders.items()}
-    absent: dict[str, list[list[int]]] = {}
+    absent: dict[str, list[Any]] = {}
     lost: list[str] = []
     zeros: list[WriteItem] = []
     for name, fqn in names.items():
         sample = tensor_data(next(iter(boxes[name].values())))
         shape, order = tuple(sample.size), orders.get(fqn)
-        held = [_interval(tensor_data(item), order) for item in boxes[name].values()]
-        holes = complement(held, math.prod(shape))
-        if not holes:
-            continue
-        excused = [span for r in reports for span in r.stateless.get(fqn, ())]
-        for start, stop in holes:
-            if complement(excused, stop, start):
-                lost.append(f"{name}[{start}:{stop}]")
-        absent[name] = [list(hole) for hole in holes]
-        for start, stop in holes:
-            for at in range(start, stop, _ZEROS_AT_ONCE):
-                part = Segment(fqn, shape, at, min(stop, at + _ZEROS_AT_ONCE), 0, order)
-                for piece in part.pieces():
-                    chunk = ChunkStorageMetadata(
-                        torch.Size(piece.box.offsets), torch.Size(piece.box.sizes)
-                    )
-                    zeros.append(
-                        WriteItem(
-                            MetadataIndex(name, piece.box.offsets),
-                            WriteItemType.SHARD,
-                            tensor_data=dataclasses.replace(sample, chunk=chunk),
-                        )
-                    )
+        parts = {r.parts[fqn] for r in reports if fqn in r.parts}
+        if not parts:
+            parts = {Box((0,) * len(shape), shape)}
+        elif sum(part.numel for part in parts) < math.prod(shape):
+            held = sorted(str(part) for part in parts)
+            lost.append(f"{name}: all of {shape} but {', '.join(held)}")
+        for part in parts:
+            found = [
+                _interval(box, part, order)
+                for item in boxes[name].values()
+                if (box := _box(tensor_data(item))).overlap(part) is not None
+            ]
+            holes = complement(found, part.numel)
+            excused = [
+                span
+                for r in reports
+                if r.parts.get(fqn, part) == part
+                for span in r.stateless.get(fqn, ())
+            ]
+            cut = part if part.sizes != shape else None
+            for start, stop in holes:
+                if complement(excused, stop, start):
+                    lost.append(f"{name}[{start}:{stop}]" + (f" of {cut}" if cut else ""))
+                where = [] if cut is None else [list(cut.offsets), list(cut.sizes)]
+                absent.setdefault(name, []).append([start, stop, *where])
+                zeros += _zeros(name, sample, Segment(fqn, shape, start, stop, 0, order, cut))
     if lost:
         raise LayoutError(
             f"{key}: expected every element on a rank that takes part in the save, found none "
@@ -156,12 +197,29 @@ def fill_holes(
     return absent
 
 
-def _interval(data: TensorWriteData, order: tuple[int, ...] | None) -> tuple[int, int]:
-    """The elements of a box that is contiguous in memory order."""
+def _zeros(name: str, sample: TensorWriteData, hole: Segment) -> Iterator[WriteItem]:
+    """Items that write ``hole`` as zeros, in boxes of bounded size."""
+    for at in range(hole.start, hole.stop, _ZEROS_AT_ONCE):
+        stop = min(hole.stop, at + _ZEROS_AT_ONCE)
+        for piece in dataclasses.replace(hole, start=at, stop=stop).pieces():
+            offsets, sizes = torch.Size(piece.box.offsets), torch.Size(piece.box.sizes)
+            yield WriteItem(
+                MetadataIndex(name, offsets),
+                WriteItemType.SHARD,
+                tensor_data=dataclasses.replace(sample, chunk=ChunkStorageMetadata(offsets, sizes)),
+            )
+
+
+def _box(data: TensorWriteData) -> Box:
+    return Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+
+
+def _interval(box: Box, part: Box, order: tuple[int, ...] | None) -> tuple[int, int]:
+    """The elements of ``part`` in a box of it that is contiguous in memory order."""
     start = 0
-    for d in order if order is not None else range(len(data.size)):
-        start = start * data.size[d] + data.chunk.offsets[d]
-    return start, start + math.prod(data.chunk.sizes)
+    for d in order if order is not None else range(len(part.sizes)):
+        start = start * part.sizes[d] + box.offsets[d] - part.offsets[d]
+    return start, start + box.numel
 
 
 def complement(

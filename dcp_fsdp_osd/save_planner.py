@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from .errors import LayoutError
 from .fsdp import describe_target
 from .layout import FlatLayout
+from .model_state import find_model, model_entries
 from .optim_state import (
     INFO_KEY,
     SavedInfo,
@@ -43,8 +44,24 @@ from .optim_state import (
     without_guard,
 )
 from .param_groups import merge_groups
-from .save_agree import Report, check_kinds, check_scalars, fill_holes, share_out, tensor_data
-from .tree import Path, digest, digest_scalars, dotted, find_optim, with_optim_removed
+from .save_agree import (
+    Report,
+    check_kinds,
+    check_scalars,
+    drop_overlaps,
+    fill_holes,
+    share_out,
+    tensor_data,
+)
+from .tree import (
+    Path,
+    digest,
+    digest_scalars,
+    dotted,
+    find_optim,
+    key_tuple,
+    with_optim_removed,
+)
 
 __all__ = ["FlatOptimSavePlanner"]
 
@@ -73,12 +90,15 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         optim: its optimizer, or a mapping from key to optimizer for several.
         key: where the optimizer's state dict lies in the state dict that is saved; nested places
             are written with dots (``"app.optim"``). Not used with a mapping.
+        model_key: where a :class:`FlatModelState` lies, or several of such keys. What else lies
+            there goes DCP's default way.
         default_planner_options: of ``DefaultSavePlanner``. ``flatten_state_dict=False`` and
             ``enable_plan_caching=True`` are refused.
 
     The state dict holds, under each key, ``optim.state_dict()`` as it is, or a
-    :class:`FlatOptimState`. Everything else in it goes DCP's default way. The planner holds
-    layouts only and can be pickled to the process of ``async_save``; it may be used for
+    :class:`FlatOptimState`. Everything else in it, but for a :class:`FlatModelState` under
+    ``model_key``, goes DCP's default way. For a model alone pass ``{}`` for ``optim``. The planner
+    holds layouts only and can be pickled to the process of ``async_save``; it may be used for
     any number of saves as long as model and optimizer keep their parameters.
 
     Raises:
@@ -93,11 +113,12 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         optim: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         *,
         key: str = "optim",
+        model_key: str | Sequence[str] | None = "model",
         **default_planner_options: Any,
     ) -> None:
         optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim)
         layouts = {name: describe_target(model, each).layout for name, each in optims.items()}
-        self._init(layouts, default_planner_options)
+        self._init(layouts, default_planner_options, key_tuple(model_key))
 
     @classmethod
     def from_layouts(
@@ -111,7 +132,12 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         planner._init(dict(layouts), default_planner_options)
         return planner
 
-    def _init(self, layouts: dict[str, FlatLayout], options: dict[str, Any]) -> None:
+    def _init(
+        self,
+        layouts: dict[str, FlatLayout],
+        options: dict[str, Any],
+        model_keys: tuple[str, ...] = (),
+    ) -> None:
         for option, allowed in (("flatten_state_dict", True), ("enable_plan_caching", False)):
             if options.get(option, allowed) != allowed:
                 raise ValueError(
@@ -121,6 +147,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
                 )
         super().__init__(**options)
         self._layouts = layouts
+        self._model_keys = model_keys
         self._reset()
 
     def _reset(self) -> None:
@@ -159,15 +186,24 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
             for key, (path, value) in found.items()
             if not is_flattened(value)
         }
-        rest = with_optim_removed(state_dict, [path for path, _ in flat.values()])
+        models = [model for key in self._model_keys if (model := find_model(state_dict, key))]
+        taken = [path for path, _ in [*flat.values(), *models]]
+        rest = with_optim_removed(state_dict, taken)
         super().set_up_planner(rest, storage_meta, is_coordinator)
         for key, (path, value) in flat.items():
             self._add(key, len(path), save_entries(value, self._layouts[key], path))
+        for path, value in models:
+            entries = model_entries(value, path)
+            report = Report(orders=entries.orders, model=True)
+            self._add_values(entries, report, len(path))
+            self._reports[dotted(path)] = report
 
     def _add(self, key: str, depth: int, entries: SaveEntries) -> None:
         report = Report(
             stateless=entries.stateless,
             orders=entries.orders,
+            parts=entries.parts,
+            columns=entries.columns,
             groups=entries.groups,
             user=entries.user,
             opaque={dotted(path): text for path, text in entries.opaque.items()},
@@ -187,18 +223,22 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
             plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
             if plain and where[depth] == "state" and where[depth + 1] in users:
                 report.scalars[dotted(where)] = digest(value)
+        self._add_values(entries, report, depth + 1)
+        self._reports[key] = report
+
+    def _add_values(self, entries: SaveEntries, report: Report, depth: int) -> None:
+        """Take values over for DCP's default plan, and boxes; paths name FQNs at ``depth``."""
         for path, value in entries.plain.items():
             self._claim(path)
             self.state_dict[dotted(path)] = value
         for path, (shape, local, pieces) in entries.pieces.items():
             name = self._claim(path)
-            report.pieces[name] = str(path[depth + 1])
+            report.pieces[name] = str(path[depth])
             for piece in pieces:
                 view = piece.view(local)
                 index = MetadataIndex(name, piece.box.offsets)
                 self._pieces[index] = view
                 self._items.append(_shard_item(index, view, shape))
-        self._reports[key] = report
 
     def _claim(self, path: Path) -> str:
         name = dotted(path)
@@ -242,7 +282,10 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
             check_kinds(key, reports)
             check_scalars(key, reports)
             groups = self._plan_groups(key, reports, plans, finals)
+            drop_overlaps(reports, plans)
             absent = fill_holes(key, reports, plans)
+            if any(report.model for report in reports):
+                continue
             infos[key] = SavedInfo(
                 groups=groups,
                 user=sorted({name for r in reports for name in r.user}),
