@@ -420,16 +420,34 @@ def test_mismatches_are_skipped_on_demand(tmp_path: Path) -> None:
         assert set(LINES) <= set(skipped)
 
 
-def _cast(rank: int, world: int, path: str) -> None:
+def _cast(rank: int, world: int, path: str, broadcast: bool) -> None:
     model = wrap_fsdp1(Mlp())
     save(model, path)
-    low = wrap_fsdp1(Mlp(seed=2).to(BF16))
-    load(low, path)
-    assert_same(full(low), {name: value.to(BF16) for name, value in full(model).items()})
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        low = wrap_fsdp1(Mlp(seed=2).to(BF16), strategy=strategy)
+        planner = load(low, path, broadcast=broadcast)
+        assert (planner.exchanged is not None) == (broadcast and strategy == "NO_SHARD")
+        assert_same(full(low), {name: value.to(BF16) for name, value in full(model).items()})
 
 
-def test_other_dtypes_are_cast_as_by_stock(tmp_path: Path) -> None:
-    run_ranks(_cast, 2, str(tmp_path))
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_other_dtypes_are_cast_as_by_stock(tmp_path: Path, broadcast: bool) -> None:
+    run_ranks(_cast, 2, str(tmp_path), broadcast)
+
+
+def _read_once(rank: int, world: int, path: str) -> None:
+    """What all ranks want alike: buffers, extra states, whole copies of weights."""
+    model = wrap_rich(Rich(seed=1))
+    save(model, path)
+    for options in ({"strategy": "NO_SHARD"}, {}):
+        again = wrap_rich(Rich(seed=2), **options)
+        planner = load(again, path, broadcast=True)
+        assert planner.exchanged is not None
+        assert_same(full(again), full(model))
+
+
+def test_read_once_and_handed_on(tmp_path: Path) -> None:
+    run_ranks(_read_once, 3, str(tmp_path))
 
 
 def _stock_planner(rank: int, world: int, path: str, call: str) -> None:
