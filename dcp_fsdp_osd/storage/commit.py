@@ -114,6 +114,8 @@ class Committer:
         try:
             found = self.call(lambda store: store.sizes(), "list")
             self._check(files, found)
+            if not self._overwrite and self._name in found:
+                raise self._exists()
         except BaseException:
             self.quietly("remove the failed save", lambda: self.remove(files))
             raise

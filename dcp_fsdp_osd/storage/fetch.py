@@ -25,6 +25,7 @@ from dcp_fsdp_osd.storage.ranges import Fetch, Segment, coalesce
 from dcp_fsdp_osd.storage.session import Session
 from dcp_fsdp_osd.storage.transfer import Budget, Pool, Stats
 from dcp_fsdp_osd.storage.unpack import (
+    GRAIN,
     Entry,
     Index,
     Item,
@@ -40,7 +41,6 @@ READ_BYTES = 8 << 20
 """Longest range of one request."""
 _WHOLE = 1 << 14  # foreign entries up to this are read whole rather than parsed first
 _CHECK_SIZE = 64 << 20  # what is held whole is checked against the file's size above this
-_ALIGN = 16  # bytes of the largest element
 
 
 @dataclass
@@ -103,13 +103,14 @@ class Fetcher:
         self._limits = session.store.limits
         # A sixteenth is left for the alignment of what is staged, and for headers and trailers.
         room = (max_inflight - max_inflight // 16) // (1 + self._limits.read_copies)
-        self._limit = max(min(READ_BYTES, room) // _ALIGN * _ALIGN, _ALIGN)
+        self._limit = max(min(READ_BYTES, room) // GRAIN * GRAIN, GRAIN)
         self._budget = Budget(max_inflight, stats)
-        self._scratch = ScratchPool(self._limit, max_inflight // self._limit + 1)
+        # Requests are up to a sixteenth longer, and what is staged of them is aligned.
+        self._scratch = ScratchPool(self._limit + self._limit // 8, max_inflight // self._limit + 1)
         self._entries: list[Entry] = []
         self._items: list[Item] = []
         self._first: list[tuple[str, Segment]] = []  # what is read before all else
-        self._sizes: dict[str, int] = {}  # of files with large entries
+        self._sizes: dict[str, int] = {}  # of files with large entries that are held whole
 
     def run(self, reads: Sequence[ReadItem]) -> None:
         """Read all items and commit each to the planner."""
@@ -124,6 +125,12 @@ class Fetcher:
                 for part in (self._first, wanted)
                 for fetch in coalesce(part, gap=self._limits.gap, limit=self._limit)
             ]
+            for segment in itertools.chain.from_iterable(fetch.segments for fetch in fetches):
+                entry = self._entries[segment.entry]
+                entry.left += 1
+                if isinstance(entry, TensorEntry):
+                    for key in {piece.key for piece in segment.pieces}:
+                        self._items[key].left += 1
             total = sum(fetch.end - fetch.start for fetch in fetches)
             with Progress(
                 f"load {session.url}", total, rank=session.rank, enabled=self._progress
@@ -175,10 +182,9 @@ class Fetcher:
         self._entries.append(entry)
         self._stats.add(needed=info.length)
         self._check_size(entry)
-        return [(info.name, segment) for segment in entry.plan(self._limit)]
+        return [(info.name, segment) for segment in entry.plan()]
 
     def _plan_tensor(self, entry: TensorEntry, group: list[ReadItem]) -> list[tuple[str, Segment]]:
-        self._check_size(entry)
         items = dict(enumerate((Item(read, entry) for read in group), len(self._items)))
         self._items += items.values()
         self._entries.append(entry)
@@ -191,8 +197,8 @@ class Fetcher:
         self._first += [(entry.info.name, segment) for segment in first]
         return [(entry.info.name, segment) for segment in found]
 
-    def _check_size(self, entry: Entry) -> None:
-        """Do not plan or allocate for a large entry that its file cannot hold."""
+    def _check_size(self, entry: WholeEntry) -> None:
+        """Do not allocate for a large entry that its file cannot hold."""
         info = entry.info
         if info.length <= _CHECK_SIZE:
             return
@@ -257,7 +263,7 @@ class Fetcher:
 
         def stage(size: int) -> tuple[int, int]:
             nonlocal used
-            begin = used + -used % _ALIGN
+            begin = used + -used % GRAIN
             used = begin + size
             parts.append((begin, used))
             return begin, used

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["Fetch", "Piece", "Segment", "box_runs", "coalesce", "segments"]
 
@@ -34,6 +34,7 @@ class Segment:
             of the entry around its payload.
         pieces: what is wanted of the segment, by start.  They may overlap and need not cover it:
             segments are cut at checksum blocks.
+        grain: it may be cut in two at multiples of this, from `origin`; 0: nowhere.
     """
 
     start: int
@@ -41,6 +42,37 @@ class Segment:
     entry: int
     origin: int
     pieces: tuple[Piece, ...]
+    grain: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+    def last_cut(self, before: int) -> int:
+        """The last place at `before` or less where it may be cut, or its start."""
+        cut = before - (before - self.origin) % self.grain if self.grain else self.start
+        return max(cut, self.start)
+
+    def cut(self, places: Sequence[int]) -> list[Segment]:
+        """Its parts between `places`, which are within it and ascend."""
+        if not places:
+            return [self]
+        bounds = [self.start, *places, self.end]
+        inside: list[list[Piece]] = [[] for _ in bounds[1:]]
+        first = 0
+        for piece in self.pieces:
+            while bounds[first + 1] - self.origin <= piece.start:
+                first += 1
+            for index in range(first, len(inside)):
+                start = max(bounds[index] - self.origin, piece.start)
+                end = min(bounds[index + 1] - self.origin, piece.end)
+                if start >= end:
+                    break
+                inside[index].append(Piece(start, end, piece.key, piece.dest + start - piece.start))
+        return [
+            replace(self, start=start, end=end, pieces=tuple(wanted))
+            for start, end, wanted in zip(bounds, bounds[1:], inside, strict=False)
+        ]
 
 
 @dataclass(frozen=True)
@@ -88,45 +120,30 @@ def box_runs(
 
 
 def segments(
-    pieces: Sequence[Piece], *, entry: int, origin: int, nbytes: int, block: int, limit: int
+    pieces: Sequence[Piece], *, entry: int, origin: int, nbytes: int, block: int, grain: int
 ) -> list[Segment]:
     """The segments that hold all of `pieces`, for a payload of `nbytes` at `origin` in its file.
 
-    With `block` > 0 they begin and end at multiples of it (or the payload's end), so that its
-    checksums can be checked.  None is longer than `limit` (which is rounded up to a whole block),
-    no byte is in two of them, and pieces are cut where segments end.
+    They are as long as can be.  With `block` > 0 they begin and end at multiples of it (or the
+    payload's end), so that its checksums can be checked, and may be cut there; else at multiples of
+    `grain`.  No byte is in two of them.
     """
-    if block:
-        limit = max(block, limit - limit % block)
-    ranges: list[list[int]] = []
-    ordered = sorted(pieces, key=lambda piece: (piece.start, piece.end))
-    for piece in ordered:
+    found: list[list[int]] = []
+    inside: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda piece: (piece.start, piece.end)):
         start, end = piece.start, piece.end
         if block:
             start -= start % block
             end = min(end + -end % block, nbytes)
-        if ranges and start <= ranges[-1][1]:
-            ranges[-1][1] = max(ranges[-1][1], end)
+        if found and start <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+            inside[-1].append(piece)
         else:
-            ranges.append([start, end])
-    cut = [
-        (position, min(position + limit, end))
-        for start, end in ranges
-        for position in range(start, end, limit)
-    ]
-    inside: list[list[Piece]] = [[] for _ in cut]
-    first = 0
-    for piece in ordered:
-        while cut[first][1] <= piece.start:
-            first += 1
-        for index in range(first, len(cut)):
-            start, end = max(cut[index][0], piece.start), min(cut[index][1], piece.end)
-            if start >= end:
-                break
-            inside[index].append(Piece(start, end, piece.key, piece.dest + start - piece.start))
+            found.append([start, end])
+            inside.append([piece])
     return [
-        Segment(origin + start, origin + end, entry, origin, tuple(wanted))
-        for (start, end), wanted in zip(cut, inside, strict=True)
+        Segment(origin + start, origin + end, entry, origin, tuple(wanted), block or grain)
+        for (start, end), wanted in zip(found, inside, strict=True)
     ]
 
 
@@ -135,35 +152,55 @@ def coalesce(
 ) -> list[Fetch]:
     """Requests for (file, segment) pairs: neighbours at most `gap` bytes apart are read as one.
 
-    A request holds at most `limit` bytes, or one segment.  The bytes between segments that are read
-    and thrown away are at most `waste` of a request, or `gap` where the request is small: so that
-    closing gaps cannot cost more than it saves.  Returned by file, then offset.
+    A request holds about `limit` bytes, at most a sixteenth more, or one segment that cannot be
+    cut there: longer segments are cut, also to fill a request that has room for a quarter of the
+    limit or more.  The bytes between segments that are read and thrown away are at most `waste` of
+    a request, or `gap` where the request is small: so that closing gaps cannot cost more than it
+    saves.  Returned by file, then offset.
     """
     fetches: list[Fetch] = []
     group: list[Segment] = []
-    state = ("", 0, 0)  # file, end of the group, bytes wasted in it
+    group_name, lost = "", 0  # file of the group, and bytes wasted in it
+    most = limit + limit // 16
 
     def flush() -> None:
         if group:
-            fetches.append(Fetch(state[0], group[0].start, group[-1].end, tuple(group)))
+            fetches.append(Fetch(group_name, group[0].start, group[-1].end, tuple(group)))
             group.clear()
 
+    def joins(name: str, segment: Segment) -> bool:
+        """Whether the group may go on with this one, or a part of it."""
+        if not group or name != group_name:
+            return False
+        begin, hole = group[0].start, segment.start - group[-1].end
+        end = segment.end
+        if end - begin > most:
+            end = segment.last_cut(begin + most)
+            if end - segment.start < limit // 4:
+                return False
+        return 0 <= hole <= gap and (not hole or lost + hole <= max(waste * (end - begin), gap))
+
     for name, segment in sorted(wanted, key=lambda pair: (pair[0], pair[1].start)):
-        if group:
-            hole = segment.start - state[1]
-            size = segment.end - group[0].start
-            lost = state[2] + hole
-            if (
-                name == state[0]
-                and 0 <= hole <= gap
-                and size <= limit
-                and lost <= max(waste * size, gap if hole else 0)
-            ):
-                group.append(segment)
-                state = (name, segment.end, lost)
-                continue
+        if joins(name, segment):
+            lost += segment.start - group[-1].end
+        else:
             flush()
-        group.append(segment)
-        state = (name, segment.end, 0)
+            group_name, lost = name, 0
+        begin = group[0].start if group else segment.start
+        places: list[int] = []
+        while segment.grain and segment.end - begin > most:
+            # The first part may fill up what lies before it; the others are of `limit` bytes.
+            cut = segment.last_cut(begin + (limit if places or not group else most))
+            if places or not group:
+                cut = max(cut, begin + segment.grain - (begin - segment.origin) % segment.grain)
+            if cut >= segment.end:
+                break
+            places.append(cut)
+            begin = cut
+        for number, part in enumerate(segment.cut(places)):
+            if number:
+                flush()
+                lost = 0
+            group.append(part)
     flush()
     return fetches

@@ -192,13 +192,6 @@ class S3fsStore:
         if not exclusive:
             self.call("put_object", Key=self.key(name), Body=data)
             return
-        # Servers that know no conditional PUT ignore the condition or refuse it: look first.
-        try:
-            self.size(name)
-        except FileNotFoundError:
-            pass
-        else:
-            raise FileExistsError(name)
         try:
             self.call("put_object", Key=self.key(name), Body=data, IfNoneMatch="*")
         except OSError as error:
@@ -206,6 +199,9 @@ class S3fsStore:
                 raise FileExistsError(name) from error
             if not _codes(error) & {"NotImplemented", "501"}:
                 raise
+            with contextlib.suppress(FileNotFoundError):
+                self.size(name)
+                raise FileExistsError(name) from None
             self.call("put_object", Key=self.key(name), Body=data)
 
     def delete(self, names: Iterable[str]) -> None:

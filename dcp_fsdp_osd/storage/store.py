@@ -140,7 +140,8 @@ class Store(Protocol):
     def put(self, name: str, data: bytes, *, exclusive: bool) -> None:
         """Write a small file in one atomic and durable step: readers see the old or the new one.
 
-        With `exclusive`, an existing file is a ``FileExistsError`` and stays as it is.
+        With `exclusive`, an existing file is a ``FileExistsError`` and stays as it is.  Some
+        servers ignore the condition: whoever can know by other means looks first.
         """
 
     def delete(self, names: Iterable[str]) -> None:

@@ -16,14 +16,17 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError, UnsafeCheckpointError
 from dcp_fsdp_osd.storage.checksum import Checksum
-from dcp_fsdp_osd.storage.entry import block_size, unpack_table
+from dcp_fsdp_osd.storage.entry import block_size, table_bytes, unpack_table
 from dcp_fsdp_osd.storage.foreign import ForeignTensor, parse_foreign
 from dcp_fsdp_osd.storage.memory import DTYPES, copy_flat_range, is_plain, view_bytes
 from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo, entry_info
 from dcp_fsdp_osd.storage.ranges import Piece, Segment, box_runs, segments
 
-__all__ = ["Entry", "Index", "Item", "TensorEntry", "WholeEntry"]
+__all__ = ["GRAIN", "Entry", "Index", "Item", "TensorEntry", "WholeEntry"]
 
+GRAIN = 16
+"""Bytes of the largest element: what is read is cut at multiples of it."""
+_ENVELOPE = 1 << 14  # more than a header, or a trailer without its table, can have
 ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
@@ -185,11 +188,8 @@ class TensorEntry(Entry):
             origin=self.origin,
             nbytes=self.nbytes,
             block=self.block,
-            limit=limit,
+            grain=GRAIN,
         )
-        for segment in found:
-            for key in {piece.key for piece in segment.pieces}:
-                items[key].left += 1
         first: list[Segment] = []
         if self.block and found:
             begin, end = self.info.offset, self.info.offset + self.info.length
@@ -199,7 +199,6 @@ class TensorEntry(Entry):
                 found.insert(0, Segment(begin, self.origin, self.number, -1, ()))
             trailer = Segment(self.origin + self.nbytes, end, self.number, -1, ())
             (first if early else found).append(trailer)
-        self.left = len(found) + len(first)
         return found, first
 
     def take_around(self, segment: Segment, data: bytes, checksum: Checksum) -> None:
@@ -269,19 +268,17 @@ class WholeEntry(Entry):
     items: list[Item] = field(default_factory=list)
     data: bytearray | None = None
 
-    def plan(self, limit: int) -> list[Segment]:
-        """What to read: all of it, in ranges of at most `limit` bytes."""
+    def plan(self) -> list[Segment]:
+        """What to read: all of it."""
         size = self.info.length
-        found = segments(
+        return segments(
             [Piece(0, size, -1, 0)],
             entry=self.number,
             origin=self.info.offset,
             nbytes=size,
             block=0,
-            limit=limit,
+            grain=GRAIN,
         )
-        self.left = len(found)
-        return found
 
     def check(self, checksum: Checksum) -> None:
         """Compare the checksum of all bytes, if the writer left one.
@@ -387,6 +384,12 @@ def tensor_entry(
     if info.dtype not in ITEMSIZES or math.prod(sizes) * ITEMSIZES[info.dtype] != info.nbytes:
         raise CorruptCheckpointError(
             f"{entry.where()}: {info.nbytes} bytes of {info.dtype!r} are no tensor of shape {sizes}"
+        )
+    trailer = info.length - info.payload - info.nbytes
+    if max(info.payload, trailer - table_bytes(info.nbytes)) > _ENVELOPE:
+        raise CorruptCheckpointError(
+            f"{entry.where()}: header and trailer of {info.payload} and {trailer} bytes are no "
+            f"envelope of a tensor of {info.nbytes} bytes"
         )
     entry.origin = info.offset + info.payload
     entry.block = block_size(info.nbytes) if verify and info.crc is not None else 0

@@ -44,56 +44,105 @@ pieces_of = st.lists(
 )
 
 
-@given(pieces_of, st.sampled_from([0, 16, 64]), st.sampled_from([64, 100, 1 << 20]))
-def test_segments(spans: list[tuple[int, int]], block: int, limit: int) -> None:
-    nbytes, origin = 1000, 5000
-    pieces = [Piece(start, end, key, 0) for key, (start, end) in enumerate(spans)]
-    found = segments(pieces, entry=3, origin=origin, nbytes=nbytes, block=block, limit=limit)
+def check_cover(found: list[Segment], spans: list[tuple[int, int]]) -> None:
+    """Each consumer gets each of its bytes, once, in the right place."""
     for a, b in itertools.pairwise(found):
         assert a.end <= b.start
     for segment in found:
-        assert segment.end - segment.start <= max(limit, block)
-        if block:
-            assert (segment.start - origin) % block == 0
-            assert (segment.end - origin) % block == 0 or segment.end == origin + nbytes
         for piece in segment.pieces:
-            assert segment.start - origin <= piece.start < piece.end <= segment.end - origin
-    # Each consumer gets each of its bytes, once, in the right place.
+            assert (
+                segment.start - segment.origin
+                <= piece.start
+                < piece.end
+                <= segment.end - segment.origin
+            )
     for key, (start, end) in enumerate(spans):
         parts = sorted((p.start, p.end, p.dest) for s in found for p in s.pieces if p.key == key)
         assert [p[0] for p in parts] == [start, *(p[1] for p in parts[:-1])]
         assert parts[-1][1] == end
         assert all(p[2] == p[0] - start for p in parts)
+
+
+@given(pieces_of, st.sampled_from([0, 16, 64]))
+def test_segments(spans: list[tuple[int, int]], block: int) -> None:
+    nbytes, origin = 1000, 5000
+    pieces = [Piece(start, end, key, 0) for key, (start, end) in enumerate(spans)]
+    found = segments(pieces, entry=3, origin=origin, nbytes=nbytes, block=block, grain=4)
+    check_cover(found, spans)
+    for a, b in itertools.pairwise(found):
+        assert a.end < b.start, "one segment would do"
+    for segment in found:
+        if block:
+            assert (segment.start - origin) % block == 0
+            assert (segment.end - origin) % block == 0 or segment.end == origin + nbytes
     if not block:
         covered = {i for start, end in spans for i in range(start, end)}
         assert sum(s.end - s.start for s in found) == len(covered)
 
 
+@given(pieces_of, st.sampled_from([0, 16, 64]), st.integers(0, 300), st.integers(40, 400))
+def test_segments_are_cut_to_requests(
+    spans: list[tuple[int, int]], block: int, before: int, limit: int
+) -> None:
+    """Behind a header of some size; the parts still give each consumer all of its bytes."""
+    pieces = [Piece(start, end, key, 0) for key, (start, end) in enumerate(spans)]
+    found = segments(pieces, entry=3, origin=5000, nbytes=1000, block=block, grain=4)
+    header = Segment(5000 - before, 5000, 3, -1, ()) if before else None
+    wanted = [("f", segment) for segment in ([header] if header else []) + found]
+    fetches = coalesce(wanted, gap=10, limit=limit)
+    parts = [part for fetch in fetches for part in fetch.segments]
+    if header:
+        assert parts[0] == header
+    check_cover([part for part in parts if part != header], spans)
+    most, grain = limit + limit // 16, block or 4
+    for fetch in fetches:
+        assert fetch.end - fetch.start <= most + grain or len(fetch.segments) == 1
+    for a, b in itertools.pairwise(parts):
+        assert a.end <= b.start
+        if block:
+            assert (b.start - 5000) % block == 0
+
+
 @given(
     st.lists(
-        st.tuples(st.sampled_from("ab"), st.integers(0, 500), st.integers(1, 40)), max_size=30
+        st.tuples(
+            st.sampled_from("ab"), st.integers(0, 500), st.integers(1, 90), st.sampled_from([0, 4])
+        ),
+        max_size=30,
     ),
     st.integers(0, 50),
     st.integers(30, 400),
 )
-def test_coalesce(spans: list[tuple[str, int, int]], gap: int, limit: int) -> None:
+def test_coalesce(spans: list[tuple[str, int, int, int]], gap: int, limit: int) -> None:
     wanted = []
     used: set[tuple[str, int]] = set()
-    for name, start, size in spans:
+    for name, start, size, grain in spans:
         if not any((name, i) in used for i in range(start, start + size)):
             used |= {(name, i) for i in range(start, start + size)}
-            wanted.append((name, Segment(start, start + size, 0, 0, ())))
+            wanted.append((name, Segment(start, start + size, 0, 0, (), grain)))
     fetches = coalesce(wanted, gap=gap, limit=limit, waste=0.1)
-    assert sorted((f.name, s.start) for f in fetches for s in f.segments) == sorted(
-        (name, s.start) for name, s in wanted
-    )
+    read = [(f.name, i) for f in fetches for s in f.segments for i in range(s.start, s.end)]
+    assert sorted(read) == sorted(used)
+    most = limit + limit // 16
     for fetch in fetches:
         assert fetch.start == fetch.segments[0].start and fetch.end == fetch.segments[-1].end
         size = fetch.end - fetch.start
-        assert size <= limit or len(fetch.segments) == 1
+        assert size <= most or (len(fetch.segments) == 1 and fetch.segments[0].grain == 0)
         lost = size - sum(s.end - s.start for s in fetch.segments)
         assert lost <= max(0.1 * size, gap)
         for a, b in itertools.pairwise(fetch.segments):
             assert 0 <= b.start - a.end <= gap
     for a, b in itertools.pairwise(fetches):
         assert a.name < b.name or (a.name == b.name and a.end <= b.start)
+
+
+def test_what_touches_is_read_in_full_requests() -> None:
+    """Entries of all sizes one after the other: no request for a header or trailer alone."""
+    wanted, position = [], 0
+    for number, size in enumerate([20_000, 100, 100, 8_000, 9_000, 33_000, 50, 7_900, 16_000]):
+        for length, grain in ((70, 0), (size, 16), (90, 0)):
+            wanted.append(("f", Segment(position, position + length, number, 0, (), grain)))
+            position += length
+    fetches = coalesce(wanted, gap=0, limit=8_000)
+    assert sum(fetch.end - fetch.start for fetch in fetches) == position
+    assert len(fetches) <= -(-position // 8_000) + 1

@@ -175,12 +175,14 @@ def test_entries_that_cannot_be(saved: Path, field: str, value: Any) -> None:
 
 
 def test_sizes_are_checked_before_memory_is_taken(saved: Path) -> None:
-    for fqn in ("weight", "lr"):
+    for fqn, text in (("weight", "are no envelope"), ("lr", "has only")):
+        length = entry(load_metadata((saved / ".metadata").read_bytes(), "test"), fqn).length
         edit(saved, lambda metadata, fqn=fqn: setattr(entry(metadata, fqn), "length", 1 << 50))
-    reader = StreamingReader(saved)
-    with pytest.raises(CheckpointException, match="has only"):
-        load(reader, STATE)
-    assert reader.stats.peak_inflight == 0
+        reader = StreamingReader(saved)
+        with pytest.raises(CheckpointException, match=text):
+            load(reader, STATE)
+        assert reader.stats.peak_inflight == 0
+        edit(saved, lambda m, fqn=fqn, n=length: setattr(entry(m, fqn), "length", n))
 
 
 def test_chunks_that_cannot_be(saved: Path) -> None:
