@@ -6,9 +6,11 @@ plans for all (:func:`plan_reads`); each rank then begins its part (:meth:`Share
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -140,12 +142,13 @@ def plan_reads(
             Participant(t.rank, t.host, can_read, items, t.dtypes, t.cuda, t.digest)
         )
     spread = any(t.spread for t in told)
-    plan = plan_exchange(
-        participants,
-        metadata,
-        reads_parts=all(about.get("reads_parts", False) for about in readers),
-        spread=spread,
-    )
+    with _no_garbage_collection():
+        plan = plan_exchange(
+            participants,
+            metadata,
+            reads_parts=all(about.get("reads_parts", False) for about in readers),
+            spread=spread,
+        )
     if plan is None or not (
         any(s is True for s in settings)
         or not all(able)
@@ -154,6 +157,18 @@ def plan_reads(
         return None
     session = uuid.uuid4().hex
     return [SharedReads(schedule, session) for schedule in plan.ranks]
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Planning makes millions of small values for thousands of ranks, and no cycles of them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _about_reader(plan: LoadPlan) -> dict[str, Any]:
