@@ -7,7 +7,8 @@ model on the same data (which differs in the last bits, as sums are made in anot
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from dcp_fsdp_osd import LayoutError
 from dcp_fsdp_osd.fsdp import describe_target
-from tests.models import wrap_fsdp1
+from tests.models import Mlp, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, assert_same, differences, load, raw, save
 from tests.ranks import RankError, run_ranks
 
@@ -243,3 +246,157 @@ def test_two_dimensions_and_stock(tmp_path: Path, name: str) -> None:
         for fqn, state in alone.items():
             for key, value in state.items():
                 torch.testing.assert_close(found[fqn][key], value, rtol=1e-3, atol=1e-6)
+
+
+# ---------------------------------------------------------------- placements
+
+
+class _Parameters(nn.Module):
+    """One parameter for each way to lay out a 6 x 10 tensor over a 2 x 2 mesh."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        kinds = (Shard(0), Shard(1), Replicate())
+        for number, placements in enumerate(itertools.product(kinds, kinds)):
+            tensor = torch.arange(60.0).view(6, 10) + 100 * number
+            if mesh is not None:
+                tensor = distribute_tensor(tensor, mesh, placements)
+            self.register_parameter(f"p{number}", nn.Parameter(tensor))
+
+
+def _placements(rank: int, world: int, path: str, saves: bool) -> None:
+    model = _Parameters(init_device_mesh("cpu", (2, 2)))
+    optim = _weights_as_state(model)
+    if saves:
+        save(model, optim, path)
+    fresh = OPTIMIZERS["adamw"](model.parameters())
+    assert_same(load(model, fresh, path), optim.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_every_pair_of_placements(tmp_path: Path) -> None:
+    """(What ``_StridedShard`` makes under FSDP2 over TP is among the layouts above.)"""
+    run_ranks(_placements, 4, str(tmp_path / "mesh"), True)
+    model = _Parameters(None)
+    optim = _weights_as_state(model)
+    fresh = OPTIMIZERS["adamw"](model.parameters())
+    assert_same(load(model, fresh, tmp_path / "mesh"), optim.state_dict())
+    save(model, optim, tmp_path / "one")
+    run_ranks(_placements, 4, str(tmp_path / "one"), False)
+
+
+def _strided(rank: int, world: int, sizes: list[int]) -> list[bool]:
+    """For each number of rows: is a ``_StridedShard`` on its own, dealt by torch, refused?"""
+    mesh = init_device_mesh("cpu", (world,))
+    refused = []
+    for rows in sizes:
+        whole = torch.arange(rows)
+        mine = [part.chunk(world)[rank : rank + 1] for part in whole.chunk(2)]
+        local = torch.cat([whole[:0], *(piece for pieces in mine for piece in pieces)]).float()
+        placement = [_StridedShard(0, split_factor=2)]
+        stride = whole.stride()
+        tensor = DTensor.from_local(
+            local, mesh, placement, run_check=False, shape=whole.shape, stride=stride
+        )
+        model = nn.Module()
+        model.register_parameter("p", nn.Parameter(tensor))
+        optim = torch.optim.SGD(model.parameters())
+        try:
+            describe_target(model, optim)
+            refused.append(False)
+        except LayoutError as error:
+            assert "p: expected each rank to hold one box" in str(error)
+            refused.append(True)
+    return refused
+
+
+def test_shards_that_are_no_box_are_refused() -> None:
+    """Rows 0, 1 and 4, 5 of 8: stock would write them as rows 0 to 3."""
+    assert run_ranks(_strided, 2, [8, 2, 5]) == [[True, False, True], [True, False, True]]
+
+
+def _fsdp2_over_tp_boxes(rank: int, world: int) -> None:
+    """What torch says of uneven strided shards is what they hold."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for rows in range(1, 20):
+        whole = torch.arange(rows * 2.0).view(rows, 2)
+        model = nn.Module()
+        model.register_parameter(
+            "p", nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
+        )
+        fully_shard(model, mesh=mesh["dp"])
+        target = describe_target(model, torch.optim.SGD(model.parameters()))
+        local = _local(next(model.parameters()))
+        part = target.layout.params[0].part or ((0, 0), (rows, 2))
+        (row, column), (count, width) = part
+        assert torch.equal(whole[row : row + count, column : column + width], local), rows
+
+
+def test_uneven_strided_shards_under_fsdp2() -> None:
+    run_ranks(_fsdp2_over_tp_boxes, 4)
+
+
+# ---------------------------------------------------------------- ranks with different parameters
+
+
+class Stage(nn.Module):
+    """Some stages of a pipeline, under the names that they have in the whole model."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleDict({str(number): Mlp(seed=number) for number in numbers})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages.values():
+            x = torch.cat([stage(x), x[:, :3]], 1)
+        return x
+
+
+_CUTS: dict[str, Callable[[int, int], list[int]]] = {
+    "in the middle": lambda rank, world: [0, 1] if rank < world // 2 else [2, 3],
+    "in four": lambda rank, world: [rank],
+    "in one": lambda rank, world: [0, 1, 2, 3],
+}
+
+
+def _stages(rank: int, world: int, cut: str, wrap: str) -> nn.Module:
+    model = Stage(_CUTS[cut](rank, world))
+    if wrap == "fsdp1":
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        return wrap_fsdp1(model, process_group=groups[rank // 2])
+    if wrap == "fsdp2":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))
+        return fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def _save_stages(rank: int, world: int, path: str, cut: str, wrap: str) -> None:
+    model = _stages(rank, world, cut, wrap)
+    save(model, _weights_as_state(model), path)
+
+
+def _load_stages(rank: int, world: int, path: str, cut: str, wrap: str) -> None:
+    model = _stages(rank, world, cut, wrap)
+    fresh = OPTIMIZERS["adamw"](model.parameters())
+    assert_same(load(model, fresh, path)["state"], _weights_as_state(model).state_dict()["state"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("wrap", ["fsdp1", "fsdp2"])
+def test_pipeline_stages(tmp_path: Path, wrap: str) -> None:
+    """Ranks own different FQNs; the stages are cut elsewhere after the load."""
+    run_ranks(_save_stages, 4, str(tmp_path / "two"), "in the middle", wrap)
+    _load_stages(0, 1, str(tmp_path / "two"), "in one", "")
+    run_ranks(_load_stages, 4, str(tmp_path / "two"), "in four", "")
+    run_ranks(_save_stages, 4, str(tmp_path / "four"), "in four", "")
+    run_ranks(_load_stages, 4, str(tmp_path / "four"), "in the middle", wrap)
+
+
+def _missing_stage(rank: int, world: int, path: str) -> None:
+    _load_stages(rank, 4, path, "in the middle" if rank < 2 else "in four", "")
+
+
+def test_a_stage_that_nobody_takes_is_an_error(tmp_path: Path) -> None:
+    run_ranks(_save_stages, 4, str(tmp_path), "in four", "")
+    with pytest.raises(RankError, match=r"stages\.3\.\S+: in the checkpoint, but the optimizer"):
+        run_ranks(_missing_stage, 3, str(tmp_path))
