@@ -12,11 +12,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from .errors import LayoutError
-from .fsdp import _COMPILE_WRAPPER, _fqns, _get, _join, _module_names, _segment
+from .fsdp import (
+    _COMPILE_WRAPPER,
+    _fqns,
+    _get,
+    _in_two_dimensions,
+    _join,
+    _module_names,
+    _segment,
+)
 from .layout import Segment
 
 __all__ = ["FlatShard", "drop_unsharded", "flat_shards", "low_precision_buffers"]
@@ -30,12 +39,14 @@ class FlatShard:
         names: its FQNs, the first of which it was flattened under; others are tied to it.
         places: (module, attribute) of each; a module may have several names.
         segment: the elements that this rank holds; of ``local``, so that its offset is 0.
+        column: the lowest global rank of the group that FSDP shards over (``ParamLayout.column``).
         local: 1-D, ``segment.numel`` elements, full precision; FSDP's own memory, a view.
     """
 
     names: tuple[str, ...]
     places: tuple[tuple[nn.Module, str], ...]
     segment: Segment
+    column: int
     local: torch.Tensor
 
 
@@ -51,10 +62,14 @@ def flat_shards(model: nn.Module) -> Iterator[FlatShard]:
         if isinstance(module, FullyShardedDataParallel):
             handle = _get(module, "_handle", "FullyShardedDataParallel")
             if handle is not None:
-                yield from _unit_shards(handle, names)
+                group = _get(module, "process_group", "FullyShardedDataParallel")
+                column = min(dist.get_process_group_ranks(group))
+                yield from _unit_shards(handle, names, column)
 
 
-def _unit_shards(handle: Any, names: dict[nn.Module, list[str]]) -> Iterator[FlatShard]:
+def _unit_shards(
+    handle: Any, names: dict[nn.Module, list[str]], column: int
+) -> Iterator[FlatShard]:
     flat = _get(handle, "flat_param", "FlatParamHandle")
     infos = _get(flat, "_param_infos", "FlatParameter")
     state = _get(handle, "_training_state", "FlatParamHandle").name
@@ -89,16 +104,13 @@ def _unit_shards(handle: Any, names: dict[nn.Module, list[str]]) -> Iterator[Fla
         first = (info.module, info.param_name)
         places = (first, *tied.get(first, ()))
         fqns = tuple(fqn for module, name in places for fqn in _fqns((name, module), names))
-        if extension is not None:
-            raise LayoutError(
-                f"{fqns[0]}: FSDP over tensor parallelism shards this parameter in two dimensions; "
-                f"a flat piece of it cannot be written as boxes. Use FSDP2 (fully_shard) with TP"
-            )
         at = _segment(fqns[0], tuple(shape), tuple(stride), shard)
         piece = local[at.offset : at.offset + at.numel]
-        if own and at.numel:
+        if extension is not None:
+            at = _in_two_dimensions(at, extension)
+        elif own and at.numel:
             piece = _replaced(getattr(info.module, info.param_name, None), piece, fqns[0])
-        yield FlatShard(fqns, places, replace(at, offset=0), piece)
+        yield FlatShard(fqns, places, replace(at, offset=0), column, piece)
 
 
 def _replaced(param: torch.Tensor | None, piece: torch.Tensor, fqn: str) -> torch.Tensor:

@@ -37,6 +37,7 @@ class ModelGuard(_Guard):
 
     Attributes:
         segments: FQN -> the elements of it that this rank holds; of FSDP1's parameters.
+        columns: FQN -> which FSDP group this rank is of (``ParamLayout.column``).
         tied: name -> the first name of the same tensor.
         dtypes: buffers that FSDP1 keeps in a lower precision -> dtype that is saved.
         extra: names that hold a module's extra state, which may be anything.
@@ -44,6 +45,7 @@ class ModelGuard(_Guard):
     """
 
     segments: dict[str, Segment] = field(default_factory=dict)
+    columns: dict[str, int] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
@@ -99,6 +101,7 @@ class FlatModelState(Stateful):
                 for fqn in shard.names:
                     values[fqn] = shard.local
                     guard.segments[fqn] = shard.segment
+                    guard.columns[fqn] = shard.column
                     guard.tied[fqn] = shard.names[0]
             values.update(_outside(self.model, taken))
             dtypes = low_precision_buffers(self.model)
@@ -170,6 +173,9 @@ def model_entries(state_dict: Mapping[str, Any], key: tuple[str, ...]) -> SaveEn
                 f"{fqn}: expected this rank's {segment.numel} elements, contiguous, found shape "
                 f"{tuple(value.shape)}: the state dict of a FlatModelState was changed"
             )
+        entries.columns[fqn] = guard.columns[fqn]
+        if segment.part is not None:
+            entries.parts[fqn] = segment.part
         if segment.order is not None:
             entries.orders[fqn] = segment.order
         if segment.numel or not torch.Size(segment.shape).numel():

@@ -194,7 +194,9 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
             self._add(key, len(path), save_entries(value, self._layouts[key], path))
         for path, value in models:
             entries = model_entries(value, path)
-            report = Report(orders=entries.orders, model=True)
+            report = Report(
+                orders=entries.orders, parts=entries.parts, columns=entries.columns, model=True
+            )
             self._add_values(entries, report, len(path))
             self._reports[dotted(path)] = report
 

@@ -32,9 +32,11 @@ from dcp_fsdp_osd import (
     FlatOptimState,
     StreamingReader,
     StreamingWriter,
+    verify_model_state,
 )
 from tests.models import MODELS, Block, Conv, Mlp, adamw, inner, train_steps, wrap_fsdp1
 from tests.planners.checks import assert_same
+from tests.planners.test_two_dims import LAYOUTS
 from tests.ranks import RankError, run_ranks
 
 KINDS = ["fsdp1", "fsdp1_flat", "fsdp1_dtensor", "hybrid", "no_shard", "fsdp2", "ddp", "plain"]
@@ -217,6 +219,41 @@ def _sharded_type(rank: int, world: int, path: str) -> None:
 
 def test_sharded_state_dict_type(tmp_path: Path) -> None:
     run_ranks(_sharded_type, 2, str(tmp_path))
+
+
+def _two_dims(rank: int, world: int, path: str, saved: str, loaded: str) -> None:
+    """FSDP over tensor parallelism; where sizes are uneven stock cannot gather: not compared."""
+    for uneven in (True, False):
+        model = LAYOUTS[saved](world, uneven=uneven)
+        place = f"{path}/{uneven}"
+        save(model, place)
+        again, plain = (LAYOUTS[kind](world, uneven=uneven) for kind in (loaded, "one process"))
+        for target in (again, plain):
+            with torch.no_grad():
+                for parameter in target.parameters():
+                    parameter.zero_()
+            load(target, place)
+            assert verify_model_state(target, place) == []
+        assert_same(plain.state_dict(), LAYOUTS["one process"](1, uneven=uneven).state_dict())
+    stock_save(model, path + "/stock")
+    _same_entries(place, path + "/stock")
+    load(again, path + "/stock")
+    assert_same(full(again), full(model))
+    assert verify_model_state(again, path + "/stock") == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("FSDP1 over TP", "FSDP1 flat over TP"),
+        ("FSDP1 flat over TP", "FSDP2 over TP"),
+        ("FSDP2 over TP", "FSDP1 over TP"),
+        ("FSDP1 over TP", "FSDP1"),
+        ("TP", "FSDP1 over TP"),
+    ],
+)
+def test_two_dimensions(tmp_path: Path, saved: str, loaded: str) -> None:
+    run_ranks(_two_dims, 4, str(tmp_path / "save"), saved, loaded)
 
 
 def _channels_last(rank: int, world: int, path: str) -> None:
