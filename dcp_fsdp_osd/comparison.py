@@ -22,6 +22,8 @@ from .model_load import ModelLoad
 from .optim_state import param_id
 from .tree import Path, digest, dotted, leaves
 
+_UNSAVED = "not in the checkpoint"
+
 __all__ = ["Comparison", "Difference", "ModelComparison", "OptimComparison"]
 
 
@@ -104,7 +106,7 @@ class Comparison:
                 what = f"{ranges.count} elements differ:"
                 spans = tuple(ranges.spans())
                 self._found.append(Difference(fqn, state, (), what, ranges.count, spans))
-        return self._found
+        return list(dict.fromkeys(self._found))
 
     def _compare_values(self, fqn: str, state: str, saved: Any, live: Any) -> None:
         if digest(saved) != digest(live):
@@ -176,8 +178,21 @@ class OptimComparison(Comparison):
                 self.tell(leaf.name, dotted(leaf.path), found)
             unwanted.update(leaf.pieces)
             unwanted.update(MetadataIndex(key) for key in leaf.sources.values())
+        self._tell_unsaved()
         self.load.allocate()
         return [i for i in self._schedule.items if i.dest_index not in unwanted]
+
+    def _tell_unsaved(self) -> None:
+        """Of live state that nothing in the checkpoint is to be loaded into."""
+        wanted = {_place(leaf) for leaf in self._schedule.leaves}
+        for owner, path in self._values.keys() - wanted:
+            if not isinstance(owner, int):
+                fqn, state = (owner, dotted(path)) if owner else (dotted(path), "")
+                self.tell(fqn, state, _UNSAVED)
+                continue
+            param = self.load.layout.params[owner]
+            if owner not in self._schedule.keep and not param.empty:
+                self.tell(param.fqns[0], dotted(path), _UNSAVED)
 
     def _live_values(self) -> dict[tuple[Any, Path], Any]:
         values: dict[tuple[Any, Path], Any] = {}
@@ -228,14 +243,14 @@ class OptimComparison(Comparison):
             for fqn in fqns:
                 absent = fqn not in home and fqn not in self.load.index.state
                 if absent and self.load.index.known_groups() is None:  # else it was told before
-                    self.tell(fqn, "", "not in the checkpoint")
+                    self.tell(fqn, "", _UNSAVED)
             for group in dict.fromkeys(home[fqn] for fqn in fqns if fqn in home):
                 theirs = saved.options.get(group, {})
                 mine = {k: v for k, v in now.items() if k not in ("params", "param_names")}
                 for name in sorted(theirs.keys() | mine.keys()):
                     where = f"param_groups.{number}"
                     if name not in theirs:
-                        self.tell(where, name, "not in the checkpoint")
+                        self.tell(where, name, _UNSAVED)
                     elif name not in mine:
                         self.tell(where, name, "in the checkpoint, but not here")
                     else:

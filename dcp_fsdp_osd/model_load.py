@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -76,6 +78,7 @@ class ModelLoad:
         self.guard: ModelGuard = value[GUARD_KEY]
         self.live = without_guard(value)
         self.saved = _saved_under(metadata, path)
+        self._sorted = sorted(self.saved)
         self.schedule = LoadSchedule()
         self.objects: dict[str, Any] = {}
         self.late: list[str] = []
@@ -99,24 +102,24 @@ class ModelLoad:
 
     def _entries_of(self, name: str) -> Iterator[str]:
         """An extra state may be a mapping, which lies in the checkpoint by its leaves."""
-        yield from (n for n in self.saved if n == name or n.startswith(name + "."))
+        if name in self.saved:
+            yield name
+        inside = itertools.islice(self._sorted, bisect.bisect(self._sorted, name + "."), None)
+        yield from itertools.takewhile(lambda entry: entry.startswith(name + "."), inside)
 
     def plan(self) -> LoadSchedule:
-        done: set[str] = set()
-        for name, value in self.live.items():
+        tied: dict[str, list[str]] = {}
+        for name in self.live:
             if self._is_extra(name):
                 self._plan_extra(name)
-                continue
-            first = self.guard.tied.get(name, name)
-            if first in done:
-                continue
-            done.add(first)
-            names = [n for n in self.live if self.guard.tied.get(n, n) == first]
-            source = next((n for n in names if n in self.saved), None)
+            else:
+                tied.setdefault(self.guard.tied.get(name, name), []).append(name)
+        for names in tied.values():
+            source = next((name for name in names if name in self.saved), None)
             if source is None:
                 self.schedule.problems.append(f"{', '.join(names)}: not in the checkpoint")
             else:
-                self._plan_value(name, value, self.saved[source])
+                self._plan_value(names[0], self.live[names[0]], self.saved[source])
         return self.schedule
 
     def _plan_value(self, name: str, value: Any, saved: _Saved) -> None:

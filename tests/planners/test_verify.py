@@ -15,7 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
 from benchmarks.heap import release_freed_memory
 from benchmarks.measure import PeakMemory
@@ -63,6 +67,11 @@ def _same(rank: int, world: int, path: str, kind: str, optim: str) -> None:
     reader = FileSystemReader(path + "-stock")
     assert verify_model_state(model, reader) == []
     assert verify_optim_state(model, optimizer, reader) == []
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    if optim != "tensor_lr":  # which stock cannot flatten
+        flat = {"optim": get_optimizer_state_dict(model, optimizer, options=options)}
+        dcp.save(flat, storage_writer=FileSystemWriter(path + "-flat"))
+        assert verify_optim_state(model, optimizer, path + "-flat") == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,6 +142,31 @@ def _damage(rank: int, world: int, path: str) -> list[Any]:
     del optim.state[inner(inner(model).last).weight]
     found.append(verify_optim_state(model, optim, path))
     return found
+
+
+def _stateless(rank: int, world: int, path: str, use_orig_params: bool) -> None:
+    """State on one side alone."""
+    model = wrap_fsdp1(Mlp(), use_orig_params=use_orig_params)
+    optim = adamw(model)
+    fresh = adamw(model)
+    train_steps(model, optim, 1)
+    save(model, fresh, path + "/empty")
+    save(model, optim, path + "/full")
+    sides = ((fresh, "full", "in the checkpoint, but not here"), (optim, "empty", UNSAVED))
+    for live, place, what in sides:
+        found = verify_optim_state(model, live, f"{path}/{place}")
+        assert {d.what for d in found} == {what}
+        assert {d.state for d in found} == {"exp_avg", "exp_avg_sq", "step"}
+        if use_orig_params or place == "full":
+            assert {d.fqn for d in found} == set(Mlp().state_dict())
+
+
+UNSAVED = "not in the checkpoint"
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_state_on_one_side(tmp_path: Path, use_orig_params: bool) -> None:
+    run_ranks(_stateless, 2, str(tmp_path), use_orig_params)
 
 
 def test_differences_of_an_optimizer(tmp_path: Path) -> None:
