@@ -1,4 +1,4 @@
-"""Save and load FSDP1's optimizer state: ``torchrun --nproc-per-node 2 examples/minimal.py``."""
+"""Save and load all that FSDP1 trains: ``torchrun --nproc-per-node 2 examples/minimal.py``."""
 
 import tempfile
 
@@ -8,31 +8,41 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from dcp_fsdp_osd import (
+    FlatModelState,
     FlatOptimLoadPlanner,
     FlatOptimSavePlanner,
+    FlatOptimState,
     StreamingReader,
     StreamingWriter,
+    verify_model_state,
+    verify_optim_state,
 )
+
+
+def build():
+    model = FSDP(torch.nn.Linear(100, 7), device_id=torch.device("cpu"), use_orig_params=True)
+    return model, torch.optim.AdamW(model.parameters())
+
 
 dist.init_process_group("gloo")
 path = [tempfile.mkdtemp()]
 dist.broadcast_object_list(path)  # all ranks write to the same checkpoint
 
-model = FSDP(torch.nn.Linear(100, 7), device_id=torch.device("cpu"), use_orig_params=True)
-optim = torch.optim.AdamW(model.parameters())
+model, optim = build()
 model(torch.randn(4, 100)).sum().backward()
 optim.step()
 
+state = {"model": FlatModelState(model), "optim": FlatOptimState(model, optim), "step": 1}
 planner = FlatOptimSavePlanner(model, optim)
-dcp.save({"optim": optim.state_dict()}, storage_writer=StreamingWriter(path[0]), planner=planner)
+dcp.save(state, storage_writer=StreamingWriter(path[0]), planner=planner)
 
-fresh = torch.optim.AdamW(model.parameters())
-state = {"optim": {}}  # filled with this rank's pieces, whatever the world that saved them
-planner = FlatOptimLoadPlanner(model, fresh)
+model, optim = build()  # other weights; another world and another wrapping would do as well
+state = {"model": FlatModelState(model), "optim": FlatOptimState(model, optim), "step": 0}
+planner = FlatOptimLoadPlanner(model, optim)
 dcp.load(state, storage_reader=StreamingReader(path[0]), planner=planner)
-fresh.load_state_dict(state["optim"])
 
-for parameter, saved in optim.state.items():  # a rank has none for what it holds nothing of
-    assert torch.equal(fresh.state[parameter]["exp_avg"], saved["exp_avg"])
+assert state["step"] == 1
+assert verify_model_state(model, path[0]) == []  # reads again, and compares bit for bit
+assert verify_optim_state(model, optim, path[0]) == []
 print(f"rank {dist.get_rank()}: loaded what was saved, no tensor left its rank")
 dist.destroy_process_group()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -34,6 +35,7 @@ from dcp_fsdp_osd import (
     StreamingWriter,
     verify_model_state,
 )
+from dcp_fsdp_osd.optim_state import GUARD_KEY
 from tests.models import MODELS, Block, Conv, Mlp, adamw, inner, train_steps, wrap_fsdp1
 from tests.planners.checks import assert_same
 from tests.planners.test_two_dims import LAYOUTS
@@ -317,6 +319,34 @@ def test_all_that_a_model_has(tmp_path: Path, mixed: Any, use_orig_params: bool)
     if not use_orig_params:
         options["policy"] = _rich_policy
     run_ranks(_rich, 2, str(tmp_path / "save"), options)
+
+
+def _wrappers(rank: int, world: int, path: str) -> None:
+    """Names are the unwrapped model's, whatever is around FSDP1, under it and between."""
+    plain = Mlp()
+    model: nn.Module = Mlp()
+    model.register_buffer("table", torch.ones(3))
+    for n, block in enumerate(model.blocks):
+        model.blocks[n] = torch.compile(checkpoint_wrapper(block))
+    model = wrap_fsdp1(model, mixed_precision=MIXED)
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    with FSDP.summon_full_params(model):
+        pass  # the first of its kind: buffers are cast
+    assert inner(model).table.dtype == BF16
+    model = torch.compile(model)
+    save(model, path)
+    names = set(FlatModelState(model).state_dict()) - {GUARD_KEY}
+    assert names == {*plain.state_dict(), "table"}
+    metadata = FileSystemReader(path).read_metadata()
+    assert metadata.state_dict_metadata["model.table"].properties.dtype == torch.float32
+    again = Mlp(seed=2)
+    again.register_buffer("table", torch.zeros(3))
+    load(again, path)
+    assert_same(again.state_dict(), {**plain.state_dict(), "table": torch.ones(3)})
+
+
+def test_wrappers(tmp_path: Path) -> None:
+    run_ranks(_wrappers, 2, str(tmp_path))
 
 
 # ------------------------------------------------------------------- FSDP's states
