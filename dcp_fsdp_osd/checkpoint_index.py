@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from .layout import without_wrappers
 from .optim_state import SavedInfo, opaque_prefix
 from .tree import Path
 
@@ -30,7 +31,11 @@ class CheckpointIndex:
         paths: key -> path below the optimizer.
         tensors: key -> its storage metadata, for keys of tensors (other keys are objects).
         info: what our save planner recorded; None for a checkpoint of stock PyTorch.
+        renamed: names that the checkpoint has with names of wrappers in them -> FQNs.
         flattened: saved with ``flatten_optimizer_state_dict=True``.
+        by_number: parameters are numbers, as in ``optim.state_dict()``, and not names.
+        one_state, one_list: keys of ``state`` and of ``param_groups`` as one object each, as torch
+            before 2.4 writes what holds no tensor.
         one_object: saved with the planner option ``flatten_state_dict=False``; not to be read.
     """
 
@@ -41,12 +46,20 @@ class CheckpointIndex:
     paths: dict[str, Path] = field(default_factory=dict)
     tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
     info: SavedInfo | None = None
+    renamed: dict[str, str] = field(default_factory=dict)
     flattened: bool = False
+    by_number: bool = False
+    one_state: str | None = None
+    one_list: str | None = None
     one_object: bool = False
 
     @property
     def empty(self) -> bool:
-        return not self.state and not self.groups
+        return not (self.state or self.groups or self.one_state or self.one_list)
+
+    def whole_objects(self) -> list[str]:
+        """Keys of ``state`` and ``param_groups`` where they are one object each."""
+        return [name for name in (self.one_state, self.one_list) if name is not None]
 
     def known_groups(self) -> list[list[str]] | None:
         """The FQNs of each group where metadata alone tells them; None if they must be read."""
@@ -87,7 +100,32 @@ def index_checkpoint(
             continue
         if isinstance(storage, TensorStorageMetadata):
             index.tensors[name] = storage
+    _rename(index, known)
+    index.by_number = bool(index.state) and all(
+        name.isdigit() and name not in known for name in index.state
+    )
     return index
+
+
+def _rename(index: CheckpointIndex, known: set[str]) -> None:
+    """Take the names of wrappers out of names, where a known FQN is left."""
+    saved = {*index.state, *(str(group) for group in index.groups if isinstance(group, str))}
+    for name in saved - known:
+        fqn = next((n for n in without_wrappers(name) if n in known and n not in saved), None)
+        if fqn is None or fqn in index.renamed.values():
+            continue
+        index.renamed[name] = fqn
+        keys = list(index.state.get(name, {}).values())
+        if name in index.state:
+            index.state[fqn] = index.state.pop(name)
+        if name in index.groups:
+            keys += index.groups[name].values()
+            index.groups[fqn] = index.groups.pop(name)
+        for key in keys:
+            index.paths[key] = tuple(
+                step.replace(name, fqn) if isinstance(step, str) else step
+                for step in index.paths[key]
+            )
 
 
 def _place(index: CheckpointIndex, where: Path, name: str, known: set[str]) -> None:
@@ -102,9 +140,13 @@ def _place(index: CheckpointIndex, where: Path, name: str, known: set[str]) -> N
             index.groups if section == "param_groups" else index.state  # type: ignore[assignment]
         )
         table.setdefault(fqn, {})[option] = name
+    elif where == ("state",):
+        index.one_state = name
+    elif where == ("param_groups",):
+        index.one_list = name
     elif where[0] == "state" and len(where) > 1:
         index.state.setdefault(str(where[1]), {})[where[2:]] = name
-    elif where[0] == "param_groups" and len(where) > 2:
+    elif where[0] == "param_groups" and len(where) > 1:
         group = where[1]
         index.groups.setdefault(group, {})[where[2:]] = name
     else:

@@ -167,7 +167,15 @@ def describe_target(model: nn.Module, optim: torch.optim.Optimizer) -> Target:
         groups.append(tuple(ids))
     own = {fqn for described in layouts for fqn in described.fqns}
     aliases = {alias: fqn for alias, fqn in aliases.items() if fqn in own and alias != fqn}
-    layout = FlatLayout(tuple(layouts), aliases, tuple(groups))
+    number_of = {id(param): number for number, param in enumerate(params)}
+    flat_names = {
+        _join(prefix, name): number_of[id(param)]
+        for module, prefixes in names.items()
+        for name, param in module.named_parameters(recurse=False)
+        for prefix in prefixes
+        if getattr(param, "_is_flat_param", False) and id(param) in number_of
+    }
+    layout = FlatLayout(tuple(layouts), aliases, tuple(groups), flat_names)
     return Target(layout, tuple(params), tuple(devices), shards)
 
 

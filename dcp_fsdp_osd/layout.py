@@ -17,7 +17,18 @@ import torch
 from .errors import LayoutError
 from .geometry import Box, box_view, boxes_of_interval
 
-__all__ = ["FlatLayout", "ParamLayout", "Piece", "Segment", "Unit", "simulate", "units_of"]
+__all__ = [
+    "FlatLayout",
+    "ParamLayout",
+    "Piece",
+    "Segment",
+    "Unit",
+    "simulate",
+    "units_of",
+    "without_wrappers",
+]
+
+_WRAPPERS = ("_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True)
@@ -156,6 +167,21 @@ class ParamLayout:
         return (", ".join(parts[:4]) or "nothing") + more
 
 
+def without_wrappers(name: str) -> list[str]:
+    """What ``name`` may mean in the unwrapped model, the likeliest first.
+
+    ``module`` is DDP's name for what it wraps, and may be the user's own.
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    found = [parts]
+    while parts[:1] == ["module"]:
+        parts = parts[1:]
+        found.append(parts)
+    found.append([part for part in parts if part != "module"])
+    names = dict.fromkeys(".".join(parts) for parts in found if parts)
+    return [each for each in names if each != name]
+
+
 def _of(part: Box | None) -> str:
     return "" if part is None else f" of the box at {part.offsets} size {part.sizes}"
 
@@ -168,12 +194,14 @@ class FlatLayout:
         params: in the optimizer's order, so that the position is the parameter's id in
             ``optim.state_dict()``.
         aliases: other names of tied parameters -> the name they are stored under.
+        flat_names: names of flat parameters in the wrapped model -> parameter ids.
         groups: for each param group, the ids of its parameters.
     """
 
     params: tuple[ParamLayout, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     groups: tuple[tuple[int, ...], ...] = ()
+    flat_names: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         seen: dict[str, int] = {}
@@ -203,6 +231,16 @@ class FlatLayout:
             return name
         target = self.aliases.get(name)
         return target if target in self.ids else None
+
+    def id_of(self, name: str) -> int | None:
+        """The parameter that ``name`` means, with or without the names of wrappers."""
+        for each in (name, *without_wrappers(name)):
+            fqn = self.resolve(each)
+            if fqn is not None:
+                return self.ids[fqn]
+            if each in self.flat_names:
+                return self.flat_names[each]
+        return None
 
     def names_of(self, fqn: str) -> tuple[str, ...]:
         """``fqn`` and the names that are tied to it."""

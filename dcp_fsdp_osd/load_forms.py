@@ -59,6 +59,7 @@ class FormLoad(OptimLoad):
         ]
         keys += self.index.extra.values()
         keys += [key for paths in self.index.groups.values() for key in paths.values()]
+        keys += self.index.whole_objects()
         self._fqn_of = {
             key: fqn
             for name, paths in self.index.state.items()
@@ -125,6 +126,10 @@ class FormLoad(OptimLoad):
                 group = self._shard_group(leaf.name)
                 value = group.tensor(leaf.tensor, leaf.shape) if group is not None else value
             set_leaf(self._result, leaf.path, value)
-        for section, empty in (("state", {}), ("param_groups", [])):
-            if not self.index.flattened:
-                self._result.setdefault(section, empty)
+        if self.index.flattened:
+            return
+        state = self._result.get("state", {})
+        self._result["state"] = {self._fqn(name) or name: value for name, value in state.items()}
+        for group in self._result.setdefault("param_groups", []):
+            if "params" in group:
+                group["params"] = [self._fqn(str(name)) or name for name in group["params"]]

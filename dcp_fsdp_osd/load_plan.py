@@ -40,6 +40,15 @@ from .tree import Path, dotted, leaves
 
 __all__ = ["check_params", "plan_load"]
 
+_BY_NUMBER = (
+    "expected parameters under their names, found them under numbers: optim.state_dict() was "
+    "saved with DCP's default planner, or after FSDP.rekey_optim_state_dict. Which number is which "
+    "parameter is not in the checkpoint. Load it with DCP's default planner into "
+    "optim.state_dict() of the same model and optimizer (through FSDP.rekey_optim_state_dict to "
+    "OptimStateKeyType.PARAM_NAME if it was rekeyed), and save it again with FlatOptimSavePlanner. "
+    "If it was sharded FSDP1 state, it holds no more than one rank's pieces, and the rest is lost"
+)
+
 
 def plan_load(
     target: Target, index: CheckpointIndex, live: Mapping[str, Any], key: str
@@ -84,14 +93,18 @@ class _Planner:
         self.live_of = {param_id(k, self.layout): v for k, v in live.get("state", {}).items()}
 
     def _nothing(self) -> bool:
-        if not self.index.empty:
+        if self.index.by_number:
+            self.problems.append(f"{self.key}: {_BY_NUMBER}")
+        elif not self.index.empty:
             return False
-        self.problems.append(
-            f"{self.key}: saved as one object (flatten_state_dict=False), which cannot be read in "
-            f"parts; load it with DCP's default planner and save it again"
-            if self.index.one_object
-            else f"{self.key}: nothing in the checkpoint under this key"
-        )
+        else:
+            self.problems.append(
+                f"{self.key}: saved as one object (flatten_state_dict=False; or no tensor in it, "
+                f"by torch before 2.4), which cannot be read in parts; load it with DCP's default "
+                f"planner and save it again"
+                if self.index.one_object
+                else f"{self.key}: nothing in the checkpoint under this key"
+            )
         self.result.keep.update(range(len(self.layout.params)))
         return True
 
@@ -124,6 +137,7 @@ class _Planner:
                 else:
                     leaf = self._leaf("group", None, name, (), {name: name}, storage)
                     items += self._read(leaf, name, storage, [(None, whole_chunk(storage))])
+        items += [object_item(name) for name in self.index.whole_objects()]
 
     def _source(self, fqn: str) -> str | None:
         """The name under which the checkpoint has state of ``fqn``, if any."""

@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 from .checkpoint_index import index_checkpoint
 from .errors import CheckpointMismatchError
 from .fsdp import Target
+from .layout import without_wrappers
 from .load_plan import plan_load
 from .load_schedule import Leaf, LoadSchedule
 from .memory import empty_for_reading
 from .optim_state import is_flattened, is_guarded, mark_loaded, param_id, without_guard
 from .param_groups import SavedGroups, match_groups
-from .tree import digest, dotted, leaves, set_leaf
+from .tree import Path, digest, dotted, leaves, set_leaf
 
 __all__ = ["OptimLoad", "empty_dtensor"]
 
@@ -39,6 +40,8 @@ class OptimLoad:
     ``applies`` is False where DCP's default way is the right one (FQN-keyed values).
     """
 
+    what = "optimizer has no such parameter"
+
     def __init__(
         self,
         target: Target,
@@ -57,6 +60,8 @@ class OptimLoad:
         self.live: dict[str, Any] = without_guard(value)
         self.applies = self._is_flat_form()
         self.groups: Sequence[Mapping[str, Any]] = optim.param_groups
+        # `_NamedOptimizer` ignores what it is given under numbers.
+        self.param_keys: Sequence[str] | None = getattr(optim, "ordered_param_keys", None)
         self.optim_state: Mapping[torch.Tensor, Any] = optim.state
         self.strict = strict
         names = [n for fqn in self.layout.ids for n in self.layout.names_of(fqn)]
@@ -74,15 +79,14 @@ class OptimLoad:
 
     def _is_flat_form(self) -> bool:
         """Empty, or keyed by parameter ids (or by names, with flat values)."""
-        if not self.live:
-            return True
-        if is_guarded(self.value):
+        if not self.live or is_guarded(self.value):
             return True
         if is_flattened(self.live) or "param_groups" not in self.live:
             return False
         ids = [n for group in self.live["param_groups"] for n in group["params"]]
-        if all(isinstance(n, int) for n in ids):
-            return True
+        text = [n for n in ids if not isinstance(n, int)]
+        if not text or any(self._fqn(n) != n for n in text):
+            return True  # numbers, or names as the wrapped model has them
         flat = False
         for name, state in self.live["state"].items():
             number = param_id(name, self.layout)
@@ -99,15 +103,27 @@ class OptimLoad:
                 flat = flat or (not whole and param.is_flat_shape(leaf.shape))
         return flat
 
+    def _fqn(self, name: str) -> str | None:
+        """``name`` without the names of wrappers; None for a flat parameter's own name."""
+        number = param_id(name, self.layout)
+        if number is None or self.layout.resolve(name) is not None:
+            return name
+        clean = (n for n in without_wrappers(name) if self.layout.resolve(n) is not None)
+        return next(clean, None)
+
     def names(self) -> list[str]:
         """What this rank has a use for, under any of its names."""
         live = [str(n) for n in self.live.get("state", {}) if param_id(n, self.layout) is None]
         user = list(self.index.info.user) if self.index.info is not None else []
-        return [n for fqn in self.layout.ids for n in self.layout.names_of(fqn)] + live + user
+        own = [n for fqn in self.layout.ids for n in self.layout.names_of(fqn)]
+        return own + list(self.index.renamed) + live + user
 
     def saved_names(self) -> list[str]:
         """Names that the checkpoint has state of."""
-        return list(self.index.state)
+        if self.index.by_number:  # no names at all, which is a problem of its own
+            return []
+        raw = {fqn: name for name, fqn in self.index.renamed.items()}
+        return [raw.get(name, name) for name in self.index.state]
 
     # ------------------------------------------------------------ allocate, read
 
@@ -239,18 +255,27 @@ class OptimLoad:
     def _group_ids(self) -> list[list[Any]]:
         if self.live.get("param_groups"):
             return [list(group["params"]) for group in self.live["param_groups"]]
+        if self.param_keys is not None:
+            return [[self.param_keys[number] for number in ids] for ids in self.layout.groups]
         return [list(ids) for ids in self.layout.groups]
 
     def _saved_groups(self) -> SavedGroups:
         saved = SavedGroups()
         tensors = {leaf.name: leaf.tensor for leaf in self.schedule.leaves if leaf.kind == "group"}
+        found: dict[int | str, dict[str, Any]] = {}
+        if self.index.one_list is not None:
+            found.update(enumerate(map(dict, self.objects[self.index.one_list])))
         for group, options in self.index.groups.items():
             values: dict[str, Any] = {}
             for path, key in options.items():
-                set_leaf(values, path, self.objects[key] if key in self.objects else tensors[key])
+                value: Any = self.objects[key] if key in self.objects else tensors[key]
+                _put(values, path, value)
+            found[group] = values
+        for group, values in found.items():
             members = values.pop("params", None)
             values.pop("param_names", None)  # of the wrapping then; the current ones stay
-            saved.members[group] = [str(group)] if members is None else list(members)
+            names = [group] if members is None else members
+            saved.members[group] = [self._fqn(str(name)) or str(name) for name in names]
             saved.options[group] = values
         return saved
 
@@ -258,7 +283,7 @@ class OptimLoad:
         """The new ``state``; a value that must not be used adds to ``problems``."""
         old = self.live.get("state", {})
         ids = {param_id(key, self.layout): key for key in old}
-        names = [n for group in self._group_ids() for n in group]
+        names = {param_id(n, self.layout): n for group in self._group_ids() for n in group}
         leaves_of: dict[int | None, list[Leaf]] = {}
         for leaf in self.schedule.leaves:
             if leaf.kind not in ("group", "skipped") and not leaf.extra:
@@ -269,6 +294,8 @@ class OptimLoad:
             if group.get("fused") or group.get("capturable")
             for number in numbers
         }
+        plain: Mapping[str, Any] = self.objects.get(self.index.one_state or "", {})
+        without_tensors = {param_id(name, self.layout): value for name, value in plain.items()}
         state: dict[Any, Any] = {}
         for number, param in enumerate(self.layout.params):
             kept = old.get(ids.get(number))
@@ -278,8 +305,9 @@ class OptimLoad:
                 values = self._initial(number, kept)
             else:
                 values = {} if kept is None or self.strict else _copied(kept)
+                values.update(without_tensors.get(number) or {})
                 for leaf in leaves_of.get(number, ()):
-                    set_leaf(values, leaf.path, self._value(leaf, number in capturable, problems))
+                    _put(values, leaf.path, self._value(leaf, number in capturable, problems))
             if values:
                 state[names[number]] = values
         self._restore_int_keys(state, names)
@@ -290,7 +318,7 @@ class OptimLoad:
                 state[key] = value
         return state
 
-    def _restore_int_keys(self, state: dict[Any, Any], names: Sequence[Any]) -> None:
+    def _restore_int_keys(self, state: dict[Any, Any], names: Mapping[int | None, Any]) -> None:
         """Turn the keys of mappings that had integers for keys back into integers."""
         paths = self.index.info.int_keys if self.index.info is not None else ()
         for fqn, *path in sorted(paths, key=len, reverse=True):  # the inner ones first
@@ -330,6 +358,14 @@ class OptimLoad:
         if isinstance(value, torch.Tensor) and leaf.param is not None and capturable:
             value = value.to(self.target.devices[leaf.param])
         return value
+
+
+def _put(values: dict[Any, Any], path: Path, value: Any) -> None:
+    """Put ``value`` at ``path``; torch before 2.4 saved what holds no tensor as one object."""
+    if path:
+        set_leaf(values, path, value)
+    else:
+        values.update(value)
 
 
 def _copied(value: Any) -> Any:

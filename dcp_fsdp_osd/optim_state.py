@@ -208,9 +208,9 @@ def _param_of(name: Any, layout: FlatLayout) -> ParamLayout | None:
     if number is None:
         return None
     param = layout.params[number]
-    if not isinstance(name, str) or len(param.fqns) == 1:
+    fqn = layout.resolve(name) if isinstance(name, str) else None
+    if fqn is None or len(param.fqns) == 1:
         return param
-    fqn = layout.resolve(name) or name
     return ParamLayout((fqn,), (layout.shape_of(fqn),), "named", sharded=True)
 
 
@@ -218,8 +218,7 @@ def param_id(name: Any, layout: FlatLayout) -> int | None:
     """The parameter that a key of ``state`` or an element of ``params`` means, if any."""
     if isinstance(name, int) and not isinstance(name, bool):
         return name if 0 <= name < len(layout.params) else None
-    fqn = layout.resolve(name) if isinstance(name, str) else None
-    return None if fqn is None else layout.ids[fqn]
+    return layout.id_of(name) if isinstance(name, str) else None
 
 
 def _save_groups(groups: Any, layout: FlatLayout, key: Path, entries: SaveEntries) -> None:
