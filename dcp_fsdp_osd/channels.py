@@ -8,6 +8,8 @@ the dead one's addresses.  Here groups meet under a name that is drawn anew for 
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -65,12 +67,40 @@ class Channels:
         self._control = self._group(self._everyone, False)
 
     def close(self) -> None:
-        """Let go of the groups.  Not collective."""
+        """Let go of the groups and of the store.  Not collective."""
+        self.disconnect()
+        self._store = None
+
+    def disconnect(self) -> None:
+        """Let go of the groups, so that operations of others with this rank fail.
+
+        Waits for operations under way, until their time limit.
+        """
         for (_, cuda), group in self._groups.items():
             if cuda:
                 group.shutdown()
         self._groups.clear()
         self._control = None
+
+    def silent(self, seconds: float) -> list[int] | None:
+        """Of participants that do not call this within ``seconds``, the first few.
+
+        None if the store does not answer.  For when communication has failed.
+        """
+        end = time.monotonic() + seconds
+        pause = 0.05
+        names = {n: f"left/{n}" for n in self._everyone}
+        try:
+            self._store.set(names[self._number], "1")
+            while not self._store.check(list(names.values())):
+                if time.monotonic() > end:
+                    missing = (n for n in self._everyone if not self._store.check([names[n]]))
+                    return list(itertools.islice(missing, 16))
+                time.sleep(pause)
+                pause = min(2 * pause, 1.0)
+        except Exception:  # of the store, whatever it is
+            return None
+        return []
 
     def _group(self, members: tuple[int, ...], cuda: bool) -> Any:
         found = self._groups.get((members, cuda))

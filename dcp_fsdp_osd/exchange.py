@@ -36,6 +36,7 @@ __all__ = ["Exchange", "ExchangeStats"]
 _READY, _WAITING, _FAILED = range(3)
 _ALLOCATED, _FINISHED = -1, -2  # beside the numbers of reads
 _TICK = 2.0  # seconds between signs of life
+_ANSWER = 5.0  # seconds that others get to answer after communication has failed
 _CLOSE = 5.0  # seconds for which the reading thread waits for ours to end after an error
 _NOT_TO_BE_USED = "state that was being loaded in place may hold old and new values: do not use it"
 _log = logging.getLogger(__name__)
@@ -243,20 +244,38 @@ class Exchange:
             self._end(error)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold connections open
-            me = self._rank(self._schedule.number)
             text = f"{type(error).__name__}: {error}"
             del error
-            self._end(
-                ExchangeError(
-                    f"rank {me}: the exchange of what was read broke off: {text}. Another rank may "
-                    f"have died, or not answered in time; {_NOT_TO_BE_USED}"
-                )
-            )
-            # A dead rank fails DCP's own collectives as well, which then hide this error.
-            _log.error("%s", self._error)
+            self._broke_off(text)
         finally:
+            if self._error is not None:
+                # Where a rank is dead or hangs, DCP's own collectives fail next, and hide it.
+                _log.error("%s", self._error)
             self._end(None)
             self._channels.close()
+
+    def _broke_off(self, text: str) -> None:
+        """Communication failed: find out who is gone."""
+        closing = threading.Thread(
+            target=self._channels.disconnect, name="dcp_fsdp_osd-exchange-closing", daemon=True
+        )
+        closing.start()  # so that the others learn of it; may wait for what is under way
+        silent = self._channels.silent(min(self._stall, _ANSWER))
+        if silent is None:
+            who = "The store of the job's process group does not answer either"
+        elif silent:
+            ranks = ", ".join(str(self._rank(n)) for n in silent)
+            who = f"Dead, hanging or cut off: rank {ranks}"
+        else:
+            who = "All ranks have answered since"
+        me = self._rank(self._schedule.number)
+        self._end(
+            ExchangeError(
+                f"rank {me}: the exchange of what was read broke off: {text}. {who}; "
+                f"{_NOT_TO_BE_USED}"
+            )
+        )
+        closing.join()
 
     def _end(self, error: ExchangeError | None) -> None:
         with self._changed:

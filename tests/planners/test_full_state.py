@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 from dcp_fsdp_osd import FlatOptimLoadPlanner, FullStateReader
+from tests.exchange.jobs import wrapped
 from tests.models import MODELS, Mlp, full_state, train_steps, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, assert_same, make
-from tests.planners.test_exchange import wrapped
 from tests.planners.test_interop import build, compare, full
 from tests.ranks import RankError, run_ranks
 
