@@ -1,6 +1,11 @@
 """StreamingWriter and StreamingReader against torch's, a vendor's and the client's own speed.
 
-    python -m benchmarks.storage [--quick] [--json out.json] [--worlds 1 2 4] [--only disk s3 ...]
+    python -m benchmarks.storage [--quick] [--json out.json] [--only disk s3 seaweed]
+        [--worlds 1 2 4] [--save 1 2 4] [--load 1-1 4-2 ...] [--latency 0 30]
+
+Everything takes about half an hour on two cores; the options cut it into pieces, say a place and
+a world size each: ``--only s3 --latency 0 --save 1 --load 1-1``, ``--only disk --save --load 4-2
+2-4 1-4`` (``--save`` or ``--load`` without a value: none).
 
 Places: the local disk (``--folder``), the embedded S3 server at 0 and at 30 ms a request, and
 SeaweedFS.  State: rows of float32 matrices spread over the ranks as FSDP2 does, biases, and 64
@@ -73,7 +78,9 @@ def _run_job(job: Job, world: int, timeout: float) -> list[list[dict[str, Any]]]
 
 
 @contextlib.contextmanager
-def _places(only: list[str], folder: str | None, mib: int) -> Iterator[list[tuple[Place, float]]]:
+def _places(
+    only: list[str], folder: str | None, mib: int, latencies: list[float]
+) -> Iterator[list[tuple[Place, float]]]:
     """Places with their latency, running until the block is left."""
     with contextlib.ExitStack() as stack:
         places: list[tuple[Place, float]] = []
@@ -82,8 +89,8 @@ def _places(only: list[str], folder: str | None, mib: int) -> Iterator[list[tupl
             places.append((Place("disk", disk), 0.0))
         if "s3" in only:
             server = stack.enter_context(s3_server(prewarm=4 * mib << 20))
-            for latency in (0.0, 0.03):
-                places.append((Place(f"s3 {latency * 1000:.0f} ms", "bench", server), latency))
+            for latency in latencies:
+                places.append((Place(f"s3 {latency:.0f} ms", "bench", server), latency / 1000))
         if "seaweed" in only:
             from tests.servers import seaweed_server
 
@@ -157,6 +164,9 @@ def main() -> None:
     parser.add_argument("--mib", type=int, help="state in MiB, a multiple of 64 (default 512)")
     parser.add_argument("--rounds", type=int, help="measured rounds (default 3)")
     parser.add_argument("--worlds", type=int, nargs="+", help="world sizes (default 1 2 4)")
+    parser.add_argument("--save", type=int, nargs="*", help="world sizes of the saves alone")
+    parser.add_argument("--load", type=_way, nargs="*", help="loads alone, as SAVED-LOADING")
+    parser.add_argument("--latency", type=float, nargs="+", default=[0.0, 30.0], help="ms, of s3")
     parser.add_argument("--only", nargs="+", default=["disk", "s3", "seaweed"])
     parser.add_argument("--folder", help="where on the local disk (default: the temporary folder)")
     parser.add_argument("--json", help="write all figures here")
@@ -164,7 +174,12 @@ def main() -> None:
     mib = options.mib or (128 if options.quick else 512)
     rounds = options.rounds or (2 if options.quick else 3)
     worlds = options.worlds or ([1, 2] if options.quick else [1, 2, 4])
-    if mib % 64 or not set(worlds) <= {1, 2, 4}:
+    saves = worlds if options.save is None else options.save
+    loads: list[tuple[int, int]] = options.load
+    if loads is None:
+        loads = [(w, w) for w in worlds]
+        loads += [(s, w) for w in worlds for s in _RESHARDED.get(w, ()) if s in worlds]
+    if mib % 64 or not {*saves, *(n for way in loads for n in way)} <= {1, 2, 4}:
         parser.error("--mib must be a multiple of 64 and world sizes among 1, 2, 4")
 
     size, results = state_bytes(mib), []
@@ -172,21 +187,31 @@ def main() -> None:
     missing = connector_missing()
     if missing is not None:
         print(missing)
-    with _places(options.only, options.folder, mib) as places:
-        for world in worlds:
+    begin = time.monotonic()
+    with _places(options.only, options.folder, mib, options.latency) as places:
+        roots = {(place.root, place.endpoint): place for place, _ in places}
+        sources = {source for source, _ in loads}
+        for world in sorted({*saves, *sources}):
             phases = [
                 Phase("save", place, latency)
                 for place, latency in places
-                if world == 1 or place.label != "seaweed"
+                if world in saves and (world == 1 or place.label != "seaweed")
             ]
-            roots = {(place.root, place.endpoint): place for place, _ in places}
-            phases += [Phase("prepare", place) for place in roots.values()]
+            if world in sources:
+                phases += [Phase("prepare", place) for place in roots.values()]
             results += _run_and_print(phases, world, mib, rounds, size)
-        for world in worlds:
-            sources = [world, *(s for s in _RESHARDED.get(world, ()) if s in worlds)]
-            phases = [Phase("load", p, latency, s) for s in sources for p, latency in places]
+        for world in sorted({world for _, world in loads}):
+            ways = [source for source, to in loads if to == world]
+            phases = [Phase("load", p, latency, s) for s in ways for p, latency in places]
             results += _run_and_print(phases, world, mib, rounds, size)
+    print(f"\n{time.monotonic() - begin:.0f} s in all")
     write_json(options.json, {"state_bytes": size, "rounds": rounds, "results": results})
+
+
+def _way(text: str) -> tuple[int, int]:
+    """``4-2``: saved by 4 ranks, loaded by 2."""
+    saved, loading = text.split("-")
+    return int(saved), int(loading)
 
 
 def _run_and_print(
