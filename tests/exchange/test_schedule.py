@@ -297,7 +297,7 @@ def test_thousands_of_ranks(shape: str, reads_parts: bool) -> None:
     if shape == "ddp":
         saved, ranks = ddp(1024, [4 * MIB] * 300, chunk=2 * MIB)
     else:
-        saved, ranks = hsdp(shards=256, replicas=8, tensors=60, rows=4096, columns=512)
+        saved, ranks = hsdp(shards=256, replicas=8, tensors=12, rows=4096, columns=512)
     plan = plan_exchange(ranks, saved.metadata, reads_parts=reads_parts)
     assert plan is not None
     total = sum(t.nbytes for t in saved.tensors.values())
