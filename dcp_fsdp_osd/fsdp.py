@@ -1,7 +1,7 @@
 """From a live (model, optimizer) to a :class:`~dcp_fsdp_osd.layout.FlatLayout`.
 
-The one module that touches private attributes of FSDP1 (``FullyShardedDataParallel``).  It
-reads attributes only: nothing is unsharded, gathered, initialized lazily or changed, and no
+The one module that touches private attributes of FSDP1 (``FullyShardedDataParallel``), beside
+:mod:`~dcp_fsdp_osd.fsdp_weights`, which has the weights' memory under the same rules.  It reads attributes only: nothing is unsharded, gathered, initialized lazily or changed, and no
 collective runs.  An attribute that is not there raises
 :class:`~dcp_fsdp_osd.errors.UnsupportedTorchError`, naming the attribute and the torch version.
 
