@@ -1,8 +1,9 @@
 """From a live (model, optimizer) to a :class:`~dcp_fsdp_osd.layout.FlatLayout`.
 
 The one module that touches private attributes of FSDP1 (``FullyShardedDataParallel``), beside
-:mod:`~dcp_fsdp_osd.fsdp_weights`, which has the weights' memory under the same rules.  It reads attributes only: nothing is unsharded, gathered, initialized lazily or changed, and no
-collective runs.  An attribute that is not there raises
+:mod:`~dcp_fsdp_osd.fsdp_weights`, which has the weights' memory under the same rules.  It reads
+attributes only: nothing is unsharded, gathered, initialized lazily or changed, and no collective
+runs.  An attribute that is not there raises
 :class:`~dcp_fsdp_osd.errors.UnsupportedTorchError`, naming the attribute and the torch version.
 
 Read against torch 2.6 to 2.13 (``torch/distributed/fsdp/_flat_param.py``).
