@@ -11,12 +11,17 @@ from typing import Any
 
 import boto3
 import fsspec
+import hypothesis
 import pytest
 import torch
 
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter
 from dcp_fsdp_osd.storage.store import Store, StoreConfig, open_store
 from tests.servers import S3Endpoint, SeaweedS3, moto_server, seaweed_server
+
+# A busy machine may take a second for what takes a millisecond.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 KINDS = ("local", "file", "memory", "s3fs", "obstore")
 
