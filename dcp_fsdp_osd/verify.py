@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from .comparison import Comparison, Difference, ModelComparison, OptimComparison
+from .errors import FlatOptimError
 from .fsdp import describe_target
 from .load_state import OptimLoad
 from .model_load import ModelLoad
@@ -64,7 +65,8 @@ def verify_optim_state(
         The same list on every rank; empty if all is the same. Padding is not compared.
 
     Raises:
-        CheckpointException: on every rank, if reading failed on any.
+        CheckpointException: on every rank, if planning or reading failed on any.
+        FlatOptimError: on every rank, if comparing what was read failed on any.
     """
 
     def begin(metadata: Metadata) -> Comparison:
@@ -110,11 +112,19 @@ def _verify(
         reader = StreamingReader(checkpoint, concurrency=2, max_inflight_bytes=32 << 20)
     planner = _ComparingPlanner(begin, parts=isinstance(reader, StreamingReader))
     load({}, storage_reader=reader, planner=planner, process_group=group)
-    found = planner.finish()
+    failure: Exception | None = None
+    found = _Found(dist.get_rank() if dist.is_initialized() else 0)
+    try:
+        planner.finish(found)
+    except Exception as error:  # told to all ranks, which are about to wait for this one
+        failure, found.error = error, f"{type(error).__name__}: {error}"
     told = [found]
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         told = [found] * dist.get_world_size(group)
         dist.all_gather_object(told, found, group=group)
+    failed = [f"rank {each.rank}: {each.error}" for each in told if each.error]
+    if failed:
+        raise FlatOptimError("comparing failed:\n  " + "\n  ".join(failed)) from failure
     return _merged(told)
 
 
@@ -123,9 +133,10 @@ class _Found:
     """What one rank has found, and the names that it has a use for."""
 
     rank: int
-    differences: list[Difference]
-    names: list[str]
-    saved: list[str]
+    differences: list[Difference] = dataclasses.field(default_factory=list)
+    names: list[str] = dataclasses.field(default_factory=list)
+    saved: list[str] = dataclasses.field(default_factory=list)
+    error: str = ""
 
 
 def _merged(told: list[_Found]) -> list[Difference]:
@@ -191,12 +202,11 @@ class _ComparingPlanner(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         self.comparison.compare(read_item, tensor)
 
-    def finish(self) -> _Found:
-        comparison = self.comparison
-        comparison.finish()
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        names, saved = comparison.load.names(), comparison.load.saved_names()
-        return _Found(rank, comparison.result(), names, saved)
+    def finish(self, found: _Found) -> None:
+        """Compare what could not be before all reads were done, and tell it all to ``found``."""
+        self.comparison.finish()
+        found.differences = self.comparison.result()
+        found.names, found.saved = self.comparison.load.names(), self.comparison.load.saved_names()
 
 
 def _parts(item: ReadItem, itemsize: int) -> Iterator[ReadItem]:

@@ -246,18 +246,31 @@ def _fails(rank: int, world: int, path: str, what: str) -> None:
     if what == "file" and rank == 0:
         next(Path(path).glob("*.distcp")).unlink()
     dist.barrier()
+    if what == "comparing":
+        optim = adamw(model)
+        optim.param_groups[0]["lr"] = _NoRepr() if rank else 0.01
+        verify_optim_state(model, optim, path)
     if what == "one rank":
         other = wrap_fsdp1(Mlp())
         verify_optim_state(model, adamw(other if rank else model), path)
     verify_model_state(model, path + "-nowhere" if what == "absent" else path)
 
 
-@pytest.mark.parametrize("what", ["absent", "file", "one rank"])
+class _NoRepr:
+    """A live option that cannot be told."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no words for it")
+
+
+@pytest.mark.parametrize("what", ["absent", "file", "one rank", "comparing"])
 def test_every_rank_raises(tmp_path: Path, what: str) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_fails, 2, str(tmp_path / "save"), what)
-    assert caught.value.all_raised("CheckpointException")
-    text = {"one rank": "LayoutError", "absent": "no checkpoint at", "file": "CorruptCheckpoint"}
+    comparing = what == "comparing"
+    assert caught.value.all_raised("FlatOptimError" if comparing else "CheckpointException")
+    text = {"comparing": "rank 1: RuntimeError: no words for it"}
+    text |= {"one rank": "LayoutError", "absent": "no checkpoint at", "file": "CorruptCheckpoint"}
     assert text[what] in str(caught.value)
 
 
