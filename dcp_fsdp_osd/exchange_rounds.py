@@ -17,6 +17,9 @@ from .shared_reads import Atom
 __all__ = ["Draft", "Sizes", "Stream", "Unit", "chunk_steps", "rounds", "steps"]
 
 
+_ELEMENT = 16  # bytes of the largest
+
+
 @dataclass(frozen=True)
 class Sizes:
     """By how many bytes things are cut.
@@ -102,21 +105,30 @@ Steps = list[list[Draft]]
 
 
 def steps(streams: Iterable[Stream], reads_parts: bool, sizes: Sizes) -> list[Steps]:
-    """For each stream its steps, of ``sizes.round`` bytes at most; readers take turns."""
+    """For each stream its steps, of ``sizes.round`` bytes at most; readers take turns.
+
+    Small streams, which few ranks read, go to ranks that read their files anyway (some clients
+    read ahead in each file that they open), then to those that read least.
+    """
     load: dict[int, int] = {}
-    found: list[Steps] = []
-    for stream in streams:
-        total = sum(atom.nbytes for atom in stream.atoms)
+    files: dict[int, set[str]] = {}
+    found: dict[int, Steps] = {}
+    totals = [(sum(atom.nbytes for atom in stream.atoms), stream) for stream in streams]
+    for k in sorted(range(len(totals)), key=lambda k: (-totals[k][0], k)):
+        total, stream = totals[k]
         count = min(max(-(-total // sizes.reader), 1), len(stream.readers))
         chosen = stream.readers
         if count < len(chosen):
-            least = sorted(chosen, key=lambda n: (load.get(n, 0), n))[:count]
-            chosen = tuple(n for n in stream.readers if n in set(least))
+            own = {atom.where[0] for atom in stream.atoms}
+            known = {n: len(own & files.get(n, set())) for n in chosen}
+            best = sorted(chosen, key=lambda n: (-known[n], load.get(n, 0), n))[:count]  # noqa: B023
+            chosen = tuple(n for n in stream.readers if n in set(best))
         runs = _runs(stream.atoms, total, count, reads_parts, sizes.block)
-        size = min(max(sizes.round // count, sizes.message), sizes.round)
+        size = max(min(max(sizes.round // count, sizes.message), sizes.round), _ELEMENT)
         queues = []
         for root, run in zip(chosen, runs, strict=True):
             load[root] = load.get(root, 0) + sum(unit.nbytes for unit in run)
+            files.setdefault(root, set()).update(unit.atom.where[0] for unit in run)
             queues.append(
                 [Draft(stream, root, units) for units in _messages(run, size, sizes.block)]
             )
@@ -124,10 +136,10 @@ def steps(streams: Iterable[Stream], reads_parts: bool, sizes: Sizes) -> list[St
         turns = [queues[first : first + together] for first in range(0, count, together)]
         longest = max(len(queue) for queue in queues)
         taken = (
-            [queue[k] for queue in turn if k < len(queue)] for k in range(longest) for turn in turns
+            [queue[i] for queue in turn if i < len(queue)] for i in range(longest) for turn in turns
         )
-        found.append([step for step in taken if step])
-    return found
+        found[k] = [step for step in taken if step]
+    return [found[k] for k in range(len(totals))]
 
 
 def _runs(
