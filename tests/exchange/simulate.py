@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_fsdp_osd.exchange_memory import pack, unpack
-from dcp_fsdp_osd.exchange_plan import ExchangePlan
+from dcp_fsdp_osd.exchange_plan import ExchangePlan, RankSchedule
 from dcp_fsdp_osd.geometry import Box
 from dcp_fsdp_osd.load_schedule import object_item
 from dcp_fsdp_osd.shared_reads import Part, Participant, in_order
@@ -183,10 +183,30 @@ def execute(plan: ExchangePlan, participants: Sequence[Participant], saved: Save
                     saved.read(item, memory[n][item])
                     _count(out.read, item, saved)
                 out.requests[n] += 1
+        out.held[n] = _held(schedule)
     assert len({len(schedule.rounds) for schedule in plan.ranks}) == 1
     for messages in zip(*(schedule.rounds for schedule in plan.ranks), strict=True):
         _round(messages, participants, sources, out)
     return out
+
+
+def _held(schedule: RankSchedule) -> int:
+    """Bytes that are read to be handed on, from the first message of each to its last."""
+    uses: dict[int, list[int]] = {}
+    for r, messages in enumerate(schedule.rounds):
+        for message in messages:
+            for source in message.sources:
+                uses.setdefault(source.read, []).append(r)
+    most = 0
+    for r in range(len(schedule.rounds)):
+        alive = [schedule.reads[n] for n, at in uses.items() if min(at) <= r <= max(at)]
+        sizes = [
+            read[0].lengths.numel() * read[1].itemsize
+            for read in alive
+            if not isinstance(read, Part) and read[1] is not None
+        ]
+        most = max(most, sum(sizes))
+    return most
 
 
 def _round(

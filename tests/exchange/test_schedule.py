@@ -168,6 +168,11 @@ def test_every_rank_gets_what_it_wants_and_nothing_is_read_twice(case: Case) -> 
             assert int(count.max()) == 1, key
     element = max((d.itemsize for p in participants for d in p.dtypes if d is not None), default=0)
     assert max(done.load) <= max(case.sizes.round, element)
+    if all(p.can_read for p in participants) and not case.spread:
+        chunk = max(
+            (box.numel * 16 for boxes in case.saved.chunks.values() for box in boxes), default=0
+        )
+        assert max(done.held) <= case.sizes.round + chunk
 
 
 def _numel(participants: Sequence[Any]) -> int:
