@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from .channels import Channels, can_connect, job_store
+from .errors import CheckpointMismatchError
 from .exchange import Exchange
 from .exchange_plan import ExchangePlan, RankSchedule, plan_exchange
 from .shared_reads import Participant, in_order
@@ -126,6 +127,10 @@ def plan_reads(
     page cache serves every rank faster than another rank can. (A path that several machines see
     is a network file system.) Where a reader cannot read at all, others read for it whatever is
     asked.
+
+    Raises:
+        CheckpointMismatchError: a storage reader changed the items of a plan (their order aside),
+            and what is to be shared was asked for.
     """
     readers = [_about_reader(plan) for plan in plans]
     able = [bool(about.get("can_read", True)) for about in readers]
@@ -134,10 +139,21 @@ def plan_reads(
         return None
     participants = []
     seen: dict[bytes, tuple[ReadItem, ...]] = {}
+    unchanged = True
     for each, t, can_read in zip(plans, told, able, strict=True):
         items = seen.get(t.digest)
         if items is None:
             items = seen[t.digest] = tuple(in_order(each.items))
+            unchanged = len(items) == len(t.dtypes) and t.digest == Participant.digest_of(
+                items, t.dtypes, t.cuda
+            )
+        if not unchanged or len(each.items) != len(items):
+            if True in settings or not all(able):
+                raise CheckpointMismatchError(
+                    f"rank {t.rank}: expected a storage reader that reads what the planner asked "
+                    f"for, found that it changed the items of the plan: pass broadcast=False"
+                )
+            return None
         participants.append(
             Participant(t.rank, t.host, can_read, items, t.dtypes, t.cuda, t.digest)
         )

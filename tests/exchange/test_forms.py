@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
 from dcp_fsdp_osd import (
@@ -19,6 +21,7 @@ from dcp_fsdp_osd import (
     StreamingReader,
     StreamingWriter,
 )
+from dcp_fsdp_osd.shared_reads import narrowed
 from tests.exchange.jobs import CountingReader, large, whole, wrapped
 from tests.models import MODELS, two_groups
 from tests.planners.checks import OPTIMIZERS, assert_same, load, make, raw, save
@@ -202,6 +205,39 @@ def _third_party(rank: int, world: int, path: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["stock", "reordering", "fsspec"])
 def test_third_party_readers(tmp_path: Path, kind: str) -> None:
     run_ranks(_third_party, 4, str(tmp_path), kind)
+
+
+class Splitting(FileSystemReader):
+    """Reads the first row of every matrix by itself."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        items = []
+        for item in plan.items:
+            rows = list(item.lengths)
+            if len(rows) != 2 or rows[0] < 2:
+                items.append(item)
+            else:
+                items.append(narrowed(item, (0, 0), (1, rows[1])))
+                items.append(narrowed(item, (1, 0), (rows[0] - 1, rows[1])))
+        return dataclasses.replace(plan, items=items)
+
+
+def _splitting(rank: int, world: int, path: str) -> None:
+    model, optim = make(steps=2, strategy="NO_SHARD")
+    save(model, optim, path)
+    for broadcast in ("auto", True):
+        planner = FlatOptimLoadPlanner(model, optim, broadcast=broadcast)
+        state: dict[str, Any] = {"optim": {}}
+        if broadcast is True:
+            with pytest.raises(CheckpointException, match="changed the items of the plan"):
+                dcp.load(state, storage_reader=Splitting(path), planner=planner)
+        else:
+            dcp.load(state, storage_reader=Splitting(path), planner=planner)
+            assert_same(state["optim"], optim.state_dict())
+
+
+def test_a_reader_that_changes_the_plan(tmp_path: Path) -> None:
+    run_ranks(_splitting, 2, str(tmp_path))
 
 
 def _corners(rank: int, world: int, path: str, case: str) -> None:
