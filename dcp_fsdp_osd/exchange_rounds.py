@@ -121,7 +121,7 @@ def steps(streams: Iterable[Stream], reads_parts: bool, sizes: Sizes) -> list[St
         if count < len(chosen):
             own = {atom.where[0] for atom in stream.atoms}
             known = {n: len(own & files.get(n, set())) for n in chosen}
-            best = sorted(chosen, key=lambda n: (-known[n], load.get(n, 0), n))[:count]  # noqa: B023
+            best = sorted(chosen, key=lambda n: (-known[n], load.get(n, 0), n))[:count]
             chosen = tuple(n for n in stream.readers if n in set(best))
         runs = _runs(stream.atoms, total, count, reads_parts, sizes.block)
         size = max(min(max(sizes.round // count, sizes.message), sizes.round), _ELEMENT)
