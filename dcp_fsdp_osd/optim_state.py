@@ -257,6 +257,14 @@ def _save_groups(groups: Any, layout: FlatLayout, key: Path, entries: SaveEntrie
 def _save_leaf(param: ParamLayout, path: Path, value: Any, key: Path, entries: SaveEntries) -> None:
     is_tensor = isinstance(value, torch.Tensor)
     distributed = isinstance(value, DTensor | ShardedTensor)
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if hasattr(local, "__tensor_flatten__"):  # its bytes and scales are not cut as it is
+        raise LayoutError(
+            f"{dotted(_state_path(key, param.fqns[0], path))}: expected a plain tensor, found a "
+            f"{type(local).__name__}, which stands for several tensors (quantized in blocks, say) "
+            f"that cannot be resharded; a load would give back plain tensors in its place. Save "
+            f"an optimizer whose state are plain tensors"
+        )
     opaque = param.sharded and not is_tensor and holds_tensor(value)
     if distributed or (is_tensor and not value.dim()) or not (is_tensor or opaque):
         for fqn in param.fqns:  # a scalar of a flat parameter is one of each of its FQNs
