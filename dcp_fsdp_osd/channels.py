@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import UnsupportedTorchError
+from .errors import ExchangeError, UnsupportedTorchError
 from .exchange_plan import Message
 
 __all__ = ["Channels", "can_connect", "job_store"]
@@ -64,7 +64,13 @@ class Channels:
         self._number, self._everyone = number, tuple(range(size))
         self._timeout = timedelta(seconds=timeout)
         self._groups: dict[tuple[tuple[int, ...], bool], Any] = {}
-        self._control = self._group(self._everyone, False)
+        try:
+            self._control = self._group(self._everyone, False)
+        except Exception as error:
+            raise ExchangeError(
+                f"participant {number} of {size} could not connect with the others within "
+                f"{timeout:g} s to hand on what is read: {error}. Nothing has been read yet"
+            ) from error
 
     def close(self) -> None:
         """Let go of the groups and of the store.  Not collective."""

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_fsdp_osd import FlatOptimLoadPlanner, StreamingReader
+from dcp_fsdp_osd.channels import Channels
+from dcp_fsdp_osd.errors import ExchangeError
 from dcp_fsdp_osd.exchange_memory import HELD_BYTES, STAGING_BYTES, Staging, joined, pack, unpack
 from tests.exchange.jobs import whole, wrapped
 from tests.planners.checks import assert_same, make, raw, save
@@ -180,3 +182,9 @@ def test_staging_is_one_buffer() -> None:
     staging.reset()
     assert staging.take(8, cpu).data_ptr() == first.data_ptr()
     assert HELD_BYTES >= STAGING_BYTES
+
+
+def test_a_rank_that_does_not_come_is_waited_for_so_long(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    with pytest.raises(ExchangeError, match="participant 0 of 2 could not connect .* within 1 s"):
+        Channels(store, "session", number=0, size=2, timeout=1)
