@@ -186,5 +186,5 @@ def test_staging_is_one_buffer() -> None:
 
 def test_a_rank_that_does_not_come_is_waited_for_so_long(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 2)
-    with pytest.raises(ExchangeError, match="participant 0 of 2 could not connect .* within 1 s"):
+    with pytest.raises(ExchangeError, match=r"participant 0 of 2 could not connect .* within 1 s"):
         Channels(store, "session", number=0, size=2, timeout=1)

@@ -263,6 +263,21 @@ def test_a_chunk_that_is_read_whole_is_read_by_one_rank() -> None:
     assert all(count.eq(1).all() for got in done.got for count in got.values())
 
 
+def test_little_is_held_though_some_want_much_and_others_little() -> None:
+    """A message to ranks that want a byte of each chunk must not wait for all chunks."""
+    saved = Saved(
+        {"w": numbered([200, 8], torch.float32, 0)}, {"w": grid([200, 8], [range(200), []])}
+    )
+    boxes = [Box((0, 0), (200, 8)), Box((0, 3), (200, 1))]
+    ranks = [participant(saved, [("w", box)], n) for n, box in enumerate(boxes)]
+    sizes = Sizes(round=128, reader=64, message=32, block=1)
+    plan = plan_exchange(ranks, saved.metadata, reads_parts=False, sizes=sizes)
+    assert plan is not None
+    done = execute(plan, ranks, saved)
+    assert all(count.eq(1).all() for got in done.got for count in got.values())
+    assert max(done.held) <= sizes.round + 32
+
+
 def test_ranks_that_share_nothing_have_no_plan() -> None:
     saved = Saved({"w": numbered([8], torch.float32, 0)}, {"w": grid([8], [[4]])})
     ranks = [participant(saved, [("w", Box((4 * n,), (4,)))], n) for n in range(2)]
