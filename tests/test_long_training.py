@@ -34,7 +34,7 @@ TOLERANCE = 1e-12
 """Relative, of a loss in float64. One rounding is 1e-16; two worlds that never stop differ by 4e-16
 after 500 steps. A resume without one optimizer state is off by more than 1e-6 within six steps."""
 OPTIONS: dict[str, Any] = {"lr": 0.002, "eps": 1e-5, "weight_decay": 0.1}
-"""Gentle: with steps of 0.01, training itself makes a difference ten times larger every 25 steps."""
+"""Gentle: at a rate of 0.01 training makes differences ten times larger every 25 steps."""
 _ROWS = 12
 
 
