@@ -100,10 +100,12 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
       the dict (so ``optim.load_state_dict`` is needed all the same).
 
     Everything else in the state dict goes DCP's default way. One planner serves one ``dcp.load``
-    at a time. When ``dcp.load`` raises, a dict that was empty still is (on ranks that had read all
-    of theirs before another failed, it may be filled); one that was being loaded in place may hold
-    old and new tensors and is not to be used. That a stock checkpoint lacks an FQN, or that scalars
-    of one flat parameter differ, is known only after reading.
+    at a time. When ``dcp.load`` raises, a dict that was empty still is (where each rank reads for
+    itself, it may be filled on ranks that had read all of theirs before another failed); one that
+    was being loaded in place may hold old and new tensors and is not to be used. Where a rank died
+    or hangs, DCP's own collective fails after ours and hides the ``ExchangeError``, which is
+    logged. That a stock checkpoint lacks an FQN, or that scalars of one flat parameter differ, is
+    known only after reading.
 
     Attributes:
         skipped: after a load with ``strict=False``: a line for each entry that was skipped.
