@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from .channels import Channels, can_connect, job_store
 from .errors import CheckpointMismatchError
 from .exchange import Exchange
-from .exchange_plan import ExchangePlan, RankSchedule, plan_exchange
+from .exchange_plan import RankSchedule, plan_exchange
 from .shared_reads import Participant, in_order
 
 __all__ = ["Broadcast", "RankReads", "SharedReads", "describe", "plan_reads"]
@@ -137,6 +137,9 @@ def plan_reads(
     settings = [t.broadcast for t in told]
     if len(plans) < 2 or (False in settings and all(able)):
         return None
+    asked = True in settings or not all(able)
+    if not asked and not _is_far(readers, metadata, len({t.host for t in told})):
+        return None
     participants = []
     seen: dict[bytes, tuple[ReadItem, ...]] = {}
     unchanged = True
@@ -148,7 +151,7 @@ def plan_reads(
                 items, t.dtypes, t.cuda
             )
         if not unchanged or len(each.items) != len(items):
-            if True in settings or not all(able):
+            if asked:
                 raise CheckpointMismatchError(
                     f"rank {t.rank}: expected a storage reader that reads what the planner asked "
                     f"for, found that it changed the items of the plan: pass broadcast=False"
@@ -165,11 +168,9 @@ def plan_reads(
             reads_parts=all(about.get("reads_parts", False) for about in readers),
             spread=spread,
         )
-    if plan is None or not (
-        any(s is True for s in settings)
-        or not all(able)
-        or _worthwhile(plan, readers, metadata, len({t.host for t in told}), spread)
-    ):
+    if plan is None:
+        return None
+    if not asked and max(plan.spared, plan.unique if spread else 0) < WORTHWHILE_BYTES:
         return None
     session = uuid.uuid4().hex
     return [SharedReads(schedule, session) for schedule in plan.ranks]
@@ -194,16 +195,10 @@ def _about_reader(plan: LoadPlan) -> dict[str, Any]:
     return about if isinstance(about, dict) else {}
 
 
-def _worthwhile(
-    plan: ExchangePlan,
-    readers: Sequence[dict[str, Any]],
-    metadata: Metadata,
-    hosts: int,
-    spread: bool,
-) -> bool:
+def _is_far(readers: Sequence[dict[str, Any]], metadata: Metadata, hosts: int) -> bool:
+    """Whether the checkpoint is elsewhere than on the one machine that all ranks are on."""
     remote = any(about.get("remote", False) for about in readers)
     if not any(readers):  # a third party's: all that is known is where the checkpoint was saved
         saved_at = str(getattr(metadata.storage_meta, "checkpoint_id", None) or "")
         remote = "://" in saved_at and not saved_at.startswith(("file://", "local://"))
-    spared = max(plan.spared, plan.unique if spread else 0)
-    return spared >= WORTHWHILE_BYTES and (remote or hosts > 1)
+    return remote or hosts > 1
