@@ -148,15 +148,26 @@ def _runs(
     """Cut a stream into ``count`` runs of about equally many bytes.
 
     With `reads_parts` each differs from the average by less than a block and two elements; without,
-    chunks go to the run that their middle lies in.
+    chunks go to the run that their middle lies in, or that of their file if that is no longer than
+    a run (clients that cannot read parts of a chunk tend to read ahead in a file).
     """
     runs: list[list[Unit]] = [[] for _ in range(count)]
     position = 0
+    files: dict[str, tuple[int, int]] = {}  # first byte in the stream, and bytes
+    if not reads_parts:
+        for atom in atoms:
+            first, size = files.get(atom.where[0], (position, 0))
+            files[atom.where[0]] = first, size + atom.nbytes
+            position += atom.nbytes
+        position = 0
     for atom in atoms:
         numel = 1 if atom.box is None else atom.box.numel
         size = atom.nbytes
         if not reads_parts or not total:
-            middle = (position + size // 2) * count // total if total else 0
+            first, length = files.get(atom.where[0], (position, size))
+            if length * count > total + total // 8:
+                first, length = position, size
+            middle = (first + length // 2) * count // total if total else 0
             runs[min(middle, count - 1)].append(Unit(atom, 0, numel))
         else:
             start = 0
