@@ -29,6 +29,7 @@ test-slow: lint
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.stock_vs_ours
 	$(BIN)/python -m benchmarks.storage
+	$(BIN)/python -m benchmarks.exchange
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
