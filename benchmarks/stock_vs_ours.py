@@ -28,16 +28,10 @@ sockets, see :mod:`benchmarks.wire`.
 from __future__ import annotations
 
 import argparse
-import json
-import pickle
-import shutil
-import subprocess
-import sys
 import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks.launch import run_ranks
 from benchmarks.measure import Measured, combine, median, table, write_json
 from benchmarks.stock_vs_ours_ranks import FRESH, Job
 
@@ -53,35 +47,6 @@ _TARGETS = (
     ("extra MiB of a rank, save", "save_extra_mib", 64.0, "<="),
     ("extra MiB of a rank, load", "load_extra_mib", 64.0, "<="),
 )
-
-
-def _run_ranks(job: Job, world: int, timeout: float) -> list[dict[str, Any]]:
-    """Each rank's result; an error where a rank fails or the time is over.  No rank is left."""
-    control = Path(tempfile.mkdtemp(prefix="stock-vs-ours-"))
-    (control / "job").write_bytes(pickle.dumps(job))
-    module = "benchmarks.stock_vs_ours_ranks"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", module, str(control), str(rank), str(world)],
-            cwd=Path(__file__).resolve().parents[1],
-        )
-        for rank in range(world)
-    ]
-    deadline = time.monotonic() + timeout
-    try:
-        while any(rank.poll() is None for rank in ranks):
-            if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        codes = [rank.poll() for rank in ranks]
-        if any(code != 0 for code in codes):
-            raise RuntimeError(f"ranks ended with {codes} (None: not within {timeout:.0f} s)")
-        return [json.loads((control / f"result-{r}.json").read_text()) for r in range(world)]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-        shutil.rmtree(control, ignore_errors=True)
 
 
 def _figures(ranks: list[dict[str, Any]], phase: str) -> dict[str, dict[str, Any]]:
@@ -173,7 +138,8 @@ def main(argv: list[str] | None = None) -> None:
                 job = Job(
                     folder, use_orig_params, width, layers, rounds, not args.no_fsync, args.whole
                 )
-                ranks = _run_ranks(job, world, timeout=120.0 + 150.0 * (rounds + 3))
+                timeout = 120.0 + 150.0 * (rounds + 3)
+                ranks = run_ranks("benchmarks.stock_vs_ours_ranks", job, world, timeout)
             save, load = _figures(ranks, "save"), _figures(ranks, "load")
             total = sum(rank["state_bytes"] for rank in ranks)
             print(

@@ -6,14 +6,9 @@ reads its job from FOLDER/job and leaves FOLDER/result-<rank>.json.
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
-import pickle
 import shutil
-import sys
 import time
-import traceback
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -38,6 +33,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from benchmarks.heap import release_freed_memory
+from benchmarks.launch import report
 from benchmarks.measure import Measured, interleave
 from benchmarks.wire import WireBytes
 from dcp_fsdp_osd import (
@@ -47,7 +43,7 @@ from dcp_fsdp_osd import (
     StreamingWriter,
 )
 
-__all__ = ["FRESH", "Bench", "Job", "Variant", "main"]
+__all__ = ["FRESH", "Bench", "Job", "Variant"]
 
 FRESH = ("stock", "stock A", "stock B", "ours", "ours, stock reader", "raw read, fresh memory")
 """Load variants that start from an optimizer with no state, and so allocate all of it."""
@@ -326,28 +322,11 @@ class Bench:
         return results
 
 
-def main(folder: str, rank: int, world: int) -> None:
-    torch.set_num_threads(1)
-    job: Job = pickle.loads((Path(folder) / "job").read_bytes())
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=300),
-    )
-    try:
-        from benchmarks.stock_vs_ours_whole import WholeBench
+def _run(job: Job) -> dict[str, Any]:
+    from benchmarks.stock_vs_ours_whole import WholeBench
 
-        result = (WholeBench if job.whole else Bench)(job).run()
-        (Path(folder) / f"result-{rank}.json").write_text(json.dumps(result))
-        dist.barrier()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # the other ranks wait in a collective: the parent ends them
-    dist.destroy_process_group()
-    os._exit(0)  # torch 2.13's FSDP1 on gloo now and then aborts in the interpreter's own exit
+    return (WholeBench if job.whole else Bench)(job).run()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    report(_run)

@@ -26,17 +26,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import pickle
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from benchmarks.launch import run_ranks
 from benchmarks.measure import Measured, combine, median, table, write_json
 from benchmarks.s3_server import s3_server
 from benchmarks.storage_ranks import Job, Phase, state_bytes
@@ -46,35 +41,6 @@ __all__ = ["main"]
 
 _RESHARDED = {2: (4,), 4: (2, 1)}
 _HEADER = ("variant", "MB/s", "x stock", "x raw", "requests", "read", "CPU s", "peak MiB")
-
-
-def _run_job(job: Job, world: int, timeout: float) -> list[list[dict[str, Any]]]:
-    """Results of each rank; an error where a rank fails or the time is over.  No rank is left."""
-    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    (folder / "job").write_bytes(pickle.dumps(job))
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.storage_ranks"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(folder), str(rank), str(world)],
-            cwd=Path(__file__).resolve().parents[1],
-        )
-        for rank in range(world)
-    ]
-    deadline = time.monotonic() + timeout
-    try:
-        while any(rank.poll() is None for rank in ranks):
-            if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        codes = [rank.poll() for rank in ranks]
-        if any(code != 0 for code in codes):
-            raise RuntimeError(f"ranks ended with {codes} (None: not within {timeout} s)")
-        return [json.loads((folder / f"result-{r}.json").read_text()) for r in range(world)]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -217,7 +183,8 @@ def _way(text: str) -> tuple[int, int]:
 def _run_and_print(
     phases: list[Phase], world: int, mib: int, rounds: int, size: int
 ) -> list[dict[str, Any]]:
-    ranks = _run_job(Job(phases, mib, rounds), world, timeout=600.0 * len(phases))
+    job = Job(phases, mib, rounds)
+    ranks = run_ranks("benchmarks.storage_ranks", job, world, timeout=600.0 * len(phases))
     found = []
     for phase, each in zip(phases, zip(*ranks, strict=True), strict=True):
         if phase.kind == "prepare":

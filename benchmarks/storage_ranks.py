@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
-import pickle
 import sys
 import time
-import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.launch import report
 from benchmarks.measure import Measured, interleave
 from benchmarks.s3_server import EmbeddedS3
 from benchmarks.storage_variants import (
@@ -30,7 +27,7 @@ from benchmarks.storage_variants import (
     savers,
 )
 
-__all__ = ["Job", "Phase", "main", "make_state", "state_bytes"]
+__all__ = ["Job", "Phase", "make_state", "state_bytes"]
 
 ROW = 2048  # elements
 _MIB_ROWS = (1 << 20) // (4 * ROW)
@@ -193,27 +190,5 @@ def _syscall_bytes() -> int:
     return int(line.partition(":")[2])
 
 
-def main(folder: str, rank: int, world: int) -> None:
-    """Run the job in ``folder``/job; leave ``folder``/result-<rank>.json."""
-    torch.set_num_threads(1)
-    job: Job = pickle.loads((Path(folder) / "job").read_bytes())
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=300),
-    )
-    try:
-        results = _Runner(job).phases()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    (Path(folder) / f"result-{rank}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # torch 2.13's FSDP1 on gloo now and then aborts in the interpreter's own exit
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    report(lambda job: _Runner(job).phases())

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["Ranges", "differing"]
 
-_BLOCK = 1 << 18  # elements compared at a time: bounds what the comparison allocates
+_BLOCK = 1 << 16  # elements compared at a time: bounds what the comparison allocates
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

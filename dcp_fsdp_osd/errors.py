@@ -20,6 +20,7 @@ __all__ = [
     "StorageError",
     "UnsafeCheckpointError",
     "UnsupportedTorchError",
+    "message_of",
     "portable_errors",
     "survives_pickling",
 ]
@@ -72,6 +73,14 @@ def survives_pickling(error: BaseException) -> bool:
         return False
 
 
+def message_of(error: BaseException) -> str:
+    """Its text, whatever its own methods do."""
+    try:
+        return str(error)
+    except Exception:
+        return "an error that cannot be shown"
+
+
 @contextlib.contextmanager
 def portable_errors() -> Iterator[None]:
     """Around (or, as a decorator, for) what DCP calls: errors that cannot be pickled go as text."""
@@ -80,9 +89,5 @@ def portable_errors() -> Iterator[None]:
     except BaseException as error:
         if survives_pickling(error):
             raise
-        try:
-            text = str(error)
-        except Exception:
-            text = "an error that cannot be shown"
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
-        raise FlatOptimError(f"{kind}: {text[:10_000]}") from error
+        raise FlatOptimError(f"{kind}: {message_of(error)[:10_000]}") from error

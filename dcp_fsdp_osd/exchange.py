@@ -26,9 +26,10 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from .channels import Channels
-from .errors import ExchangeError
+from .errors import ExchangeError, message_of
 from .exchange_memory import Held, Staging, joined, pack, unpack
 from .exchange_plan import Message, RankSchedule, Source
+from .geometry import narrowed_view
 from .shared_reads import Part
 
 __all__ = ["Exchange", "ExchangeStats"]
@@ -302,13 +303,10 @@ class Exchange:
             yield
 
     def _fail(self, error: BaseException) -> None:
-        try:
-            text = str(error)
-        except Exception as second:
-            text = f"(its message failed: {type(second).__name__})"
+        text = f"{type(error).__name__}: {message_of(error)}"
         with self._changed:
             if self._failure is None:
-                self._failure = f"{type(error).__name__}: {text}"
+                self._failure = text
             self._changed.notify_all()
 
     def _agree(self, needs: set[int], prepare: Callable[[], None] = lambda: None) -> None:
@@ -421,8 +419,7 @@ class Exchange:
         with self._changed:
             view = self._held[self.reads[source.read]]
         if source.offsets is not None and source.sizes is not None:
-            for d, (start, size) in enumerate(zip(source.offsets, source.sizes, strict=True)):
-                view = view.narrow(d, start, size)
+            return narrowed_view(view, source.offsets, source.sizes)
         return view
 
     def _transfer_objects(self, message: Message) -> list[bytes]:

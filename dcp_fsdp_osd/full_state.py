@@ -32,7 +32,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from .errors import CheckpointMismatchError, StorageError, UnsafeCheckpointError
+from .geometry import narrowed_view
 from .storage.once import from_first_rank
+from .storage.session import telling
 from .tree import dotted, leaves
 
 __all__ = ["FullStateReader"]
@@ -173,7 +175,7 @@ class FullStateReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy out what the plan wants, in its order; the future is complete on return."""
-        try:
+        with telling(planner):
             if plan.items and not self._is_source():
                 raise StorageError(
                     f"only rank 0 of the process group can read a full state, and this one has "
@@ -182,11 +184,6 @@ class FullStateReader(StorageReader):
                 )
             for item in plan.items:
                 self._read(item, planner)
-        except BaseException as error:
-            on_read_error = getattr(planner, "on_read_error", None)
-            if callable(on_read_error):
-                on_read_error(error)
-            raise
         self._values = {}
         future: Future[None] = Future()
         future.set_result(None)
@@ -200,10 +197,8 @@ class FullStateReader(StorageReader):
             stream.seek(0)
             planner.load_bytes(item, stream)
             return
-        for d, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            value = value.narrow(d, offset, length)
         target = planner.resolve_tensor(item).detach()
-        target.copy_(value)
+        target.copy_(narrowed_view(value, item.storage_offsets, item.lengths))
         planner.commit_tensor(item, target)
 
     @classmethod

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Box", "box_view", "boxes_of_interval", "dim_order"]
+__all__ = ["Box", "box_view", "boxes_of_interval", "dim_order", "narrowed_view"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,15 @@ def box_view(flat: torch.Tensor, offset: int, sizes: Sequence[int]) -> torch.Ten
     A view: it shares and keeps alive the memory of ``flat``.
     """
     return flat[offset : offset + math.prod(sizes)].view(tuple(sizes))
+
+
+def narrowed_view(
+    tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
+    """The box of ``tensor`` at ``offsets`` of ``sizes``, as a view of it."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 def dim_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:

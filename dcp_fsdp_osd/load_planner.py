@@ -36,6 +36,7 @@ from .model_load import ModelLoad
 from .model_state import find_model
 from .optim_state import load_object
 from .read_once import Broadcast, RankReads, SharedReads, describe, plan_reads
+from .shared_reads import in_order
 from .tree import find_optim, key_tuple, with_optim_removed
 
 __all__ = ["FlatOptimLoadPlanner"]
@@ -245,8 +246,8 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             saved[key] = load.saved_names()
             self._owner.update((item.dest_index.fqn, load) for item in own)
             items += own
-        self._items = items
-        reads = describe(items, self._place, self._broadcast, self._rank0_only)
+        self._items = in_order(items)
+        reads = describe(self._items, self._place, self._broadcast, self._rank0_only)
         data = _LocalData(problems, names, saved, self._strict, reads)
         return dataclasses.replace(plan, items=list(items), planner_data=data)
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from .checkpoint_index import index_checkpoint
 from .errors import CheckpointMismatchError
 from .fsdp import Target
+from .geometry import narrowed_view
 from .layout import without_wrappers
 from .load_plan import plan_load
 from .load_schedule import Leaf, LoadSchedule
@@ -178,9 +179,7 @@ class OptimLoad:
             raise CheckpointMismatchError(f"{item.dest_index.fqn}: read before it was allocated")
         local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         view = piece.view(local) if piece is not None else local
-        for d, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            view = view.narrow(d, offset, length)
-        return view
+        return narrowed_view(view, item.dest_offsets, item.lengths)
 
     # ------------------------------------------------------------ finish
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .geometry import Box
+from .geometry import Box, narrowed_view
 from .layout import Piece, Segment
 from .load_schedule import Leaf, LoadSchedule, covering_reads, object_item, whole_chunk
 from .memory import empty_for_reading
@@ -197,9 +197,7 @@ class ModelLoad:
         if view is None:
             leaf, _ = self.schedule.destinations[item.dest_index]
             view = leaf.tensor if leaf.tensor is not None else torch.empty(0)
-        for d, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            view = view.narrow(d, offset, length)
-        return view
+        return narrowed_view(view, item.dest_offsets, item.lengths)
 
     def finish(self) -> None:
         """Nothing is left to be found wrong."""

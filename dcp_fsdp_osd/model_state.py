@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from .errors import CheckpointMismatchError, LayoutError
+from .errors import LayoutError
 from .fsdp import _join, _module_names
 from .fsdp_weights import drop_unsharded, flat_shards, low_precision_buffers
 from .layout import Segment
 from .optim_state import GUARD_KEY, SaveEntries, _Guard, without_guard
-from .tree import leaves
+from .tree import leaves, value_at
 
 __all__ = ["FlatModelState", "ModelGuard", "find_model", "model_entries"]
 
@@ -44,19 +44,14 @@ class ModelGuard(_Guard):
         loaded: set by the load planner.
     """
 
+    owner, pieces, where = "FlatModelState", "flat parameters", " as model_key"
+
     segments: dict[str, Segment] = field(default_factory=dict)
     columns: dict[str, int] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
     loaded: bool = False
-
-    def _refuse(self, call: str, planner: str) -> NoReturn:  # type: ignore[override]
-        raise LayoutError(
-            f"a FlatModelState holds one rank's pieces of flat parameters, which another planner "
-            f"would take for whole tensors: pass planner={planner}(model, optim) to {call}, with "
-            f"the key that the FlatModelState has in the state dict as model_key"
-        )
 
 
 class FlatModelState(Stateful):
@@ -120,13 +115,7 @@ class FlatModelState(Stateful):
         Raises:
             CheckpointMismatchError: the state dict was not loaded by our planner.
         """
-        guard = state_dict.get(GUARD_KEY)
-        if not isinstance(guard, ModelGuard) or not guard.loaded:
-            raise CheckpointMismatchError(
-                "expected a state dict that FlatOptimLoadPlanner has loaded, found one that it "
-                "has not seen: pass planner=FlatOptimLoadPlanner(model, optim) to dcp.load, with "
-                "the key that the FlatModelState has in the state dict as model_key"
-            )
+        ModelGuard.check_loaded(state_dict)
         if not _has_fsdp1(self.model):
             set_model_state_dict(self.model, without_guard(state_dict))
             return
@@ -144,12 +133,7 @@ def find_model(
     Args:
         key: a key of ``state_dict``, or keys joined by dots for a nested place.
     """
-    path = (key,) if key in state_dict else tuple(key.split("."))
-    value: Any = state_dict
-    for step in path:
-        if not isinstance(value, Mapping) or step not in value:
-            return None
-        value = value[step]
+    path, value = value_at(state_dict, key)
     if isinstance(value, dict) and isinstance(value.get(GUARD_KEY), ModelGuard):
         return path, value
     return None

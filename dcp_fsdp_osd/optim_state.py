@@ -318,6 +318,7 @@ class _Guard:
     """
 
     loaded = False
+    owner, pieces, where = "FlatOptimState", "flat tensors", ""
 
     def __create_write_items__(self, fqn: str, value: Any) -> NoReturn:
         self._refuse("dcp.save", "FlatOptimSavePlanner")
@@ -328,13 +329,23 @@ class _Guard:
     def __get_tensor_shard__(self, index: Any) -> NoReturn:
         self._refuse("dcp.load", "FlatOptimLoadPlanner")
 
-    @staticmethod
-    def _refuse(call: str, planner: str) -> NoReturn:
+    def _refuse(self, call: str, planner: str) -> NoReturn:
         raise LayoutError(
-            f"a FlatOptimState holds one rank's pieces of flat tensors, which another planner "
+            f"a {self.owner} holds one rank's pieces of {self.pieces}, which another planner "
             f"would take for whole tensors: pass planner={planner}(model, optim) to {call}, "
-            f"with the key that the FlatOptimState has in the state dict"
+            f"with the key that the {self.owner} has in the state dict{self.where}"
         )
+
+    @classmethod
+    def check_loaded(cls, state_dict: Mapping[str, Any]) -> None:
+        """Raise CheckpointMismatchError unless our planner has loaded ``state_dict``."""
+        guard = state_dict.get(GUARD_KEY)
+        if not isinstance(guard, cls) or not guard.loaded:
+            raise CheckpointMismatchError(
+                f"expected a state dict that FlatOptimLoadPlanner has loaded, found one that it "
+                f"has not seen: pass planner=FlatOptimLoadPlanner(model, optim) to dcp.load, with "
+                f"the key that the {cls.owner} has in the state dict{cls.where}"
+            )
 
 
 class FlatOptimState(Stateful):
@@ -368,13 +379,7 @@ class FlatOptimState(Stateful):
         Raises:
             CheckpointMismatchError: the state dict was not loaded by our planner.
         """
-        guard = state_dict.get(GUARD_KEY)
-        if not isinstance(guard, _Guard) or not guard.loaded:
-            raise CheckpointMismatchError(
-                "expected a state dict that FlatOptimLoadPlanner has loaded, found one that it "
-                "has not seen: pass planner=FlatOptimLoadPlanner(model, optim) to dcp.load, with "
-                "the key that the FlatOptimState has in the state dict"
-            )
+        _Guard.check_loaded(state_dict)
         loaded = {k: v for k, v in state_dict.items() if k != GUARD_KEY}
         self.optim.load_state_dict(loaded)
         params = [p for group in self.optim.param_groups for p in group["params"]]

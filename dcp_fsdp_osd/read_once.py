@@ -24,6 +24,7 @@ from .errors import CheckpointMismatchError
 from .exchange import Exchange
 from .exchange_plan import RankSchedule, plan_exchange
 from .shared_reads import Participant, in_order
+from .storage.store import is_local
 
 __all__ = ["Broadcast", "RankReads", "SharedReads", "describe", "plan_reads"]
 
@@ -67,7 +68,10 @@ class SharedReads:
         resolve: Callable[[ReadItem], torch.Tensor],
         stall_seconds: float,
     ) -> Exchange:
-        """Connect with the other participants (collective over them); not started yet."""
+        """Connect with the other participants (collective over them); not started yet.
+
+        ``items`` are those of :func:`describe`.
+        """
         channels = Channels(
             job_store(),
             self.session,
@@ -77,7 +81,7 @@ class SharedReads:
         )
         return Exchange(
             self.schedule,
-            in_order(items),
+            items,
             resolve,
             channels,
             stall_seconds=stall_seconds,
@@ -86,9 +90,8 @@ class SharedReads:
     def own_reads(self, items: Sequence[ReadItem]) -> list[ReadItem]:
         """What this rank reads for itself alone."""
         alone = self.schedule.alone
-        ordered = in_order(items)
-        kept = [item for n, item in enumerate(ordered) if n not in alone]
-        return kept + [part.of(ordered) for parts in alone.values() for part in parts]
+        kept = [item for n, item in enumerate(items) if n not in alone]
+        return kept + [part.of(items) for parts in alone.values() for part in parts]
 
 
 def describe(
@@ -97,13 +100,17 @@ def describe(
     broadcast: Broadcast,
     spread: bool,
 ) -> RankReads:
-    """This rank's reads.  ``place`` gives the dtype and device that an item is read to."""
-    ordered = in_order(items)
-    places = [place(item) for item in ordered]
+    """This rank's ``items``, in the order of :func:`~dcp_fsdp_osd.shared_reads.in_order`.
+
+    ``place`` gives the dtype and device that an item is read to.
+    """
     connected = dist.is_available() and dist.is_initialized()
     nccl = connected and "nccl" in dist.get_backend_config()
     if broadcast == "auto" and not (connected and can_connect()):
         broadcast = False
+    if not connected or dist.get_world_size() == 1:
+        items = ()  # there is nobody to read for
+    places = [place(item) for item in items]
     dtypes = tuple(dtype for dtype, _ in places)
     cuda = tuple(nccl and device.type == "cuda" for _, device in places)
     return RankReads(
@@ -113,7 +120,7 @@ def describe(
         spread=spread,
         dtypes=dtypes,
         cuda=cuda,
-        digest=Participant.digest_of(ordered, dtypes, cuda),
+        digest=Participant.digest_of(items, dtypes, cuda),
     )
 
 
@@ -200,5 +207,5 @@ def _is_far(readers: Sequence[dict[str, Any]], metadata: Metadata, hosts: int) -
     remote = any(about.get("remote", False) for about in readers)
     if not any(readers):  # a third party's: all that is known is where the checkpoint was saved
         saved_at = str(getattr(metadata.storage_meta, "checkpoint_id", None) or "")
-        remote = "://" in saved_at and not saved_at.startswith(("file://", "local://"))
+        remote = not is_local(saved_at)
     return remote or hosts > 1

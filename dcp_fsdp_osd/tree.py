@@ -26,6 +26,7 @@ __all__ = [
     "key_tuple",
     "leaves",
     "set_leaf",
+    "value_at",
     "with_optim_removed",
 ]
 
@@ -145,6 +146,20 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not value.dim()
 
 
+_NOTHING = object()
+
+
+def value_at(state_dict: Mapping[str, Any], key: str) -> tuple[tuple[str, ...], Any]:
+    """Path and value of ``key``, or of keys joined by dots; a value of no kind if there is none."""
+    path = (key,) if key in state_dict else tuple(key.split("."))
+    value: Any = state_dict
+    for step in path:
+        if not isinstance(value, Mapping) or step not in value:
+            return path, _NOTHING
+        value = value[step]
+    return path, value
+
+
 def find_optim(state_dict: Mapping[str, Any], key: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The optimizer's state dict under ``key``, and its path.
 
@@ -154,15 +169,12 @@ def find_optim(state_dict: Mapping[str, Any], key: str) -> tuple[tuple[str, ...]
     Raises:
         LayoutError: nothing is there, or something that is no dict.
     """
-    path = (key,) if key in state_dict else tuple(key.split("."))
-    value: Any = state_dict
-    for step in path:
-        if not isinstance(value, Mapping) or step not in value:
-            raise LayoutError(
-                f"expected the optimizer's state dict under {key!r}, found only "
-                f"{sorted(map(str, state_dict))}; pass key= to the planner"
-            )
-        value = value[step]
+    path, value = value_at(state_dict, key)
+    if value is _NOTHING:
+        raise LayoutError(
+            f"expected the optimizer's state dict under {key!r}, found only "
+            f"{sorted(map(str, state_dict))}; pass key= to the planner"
+        )
     if not isinstance(value, dict):
         raise LayoutError(
             f"expected the state dict of an optimizer under {key!r} (optim.state_dict(), a "

@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from dcp_fsdp_osd.geometry import box_view, boxes_of_interval
+from dcp_fsdp_osd.geometry import box_view, boxes_of_interval, narrowed_view
 
 __all__ = ["DTYPES", "ScratchPool", "copy_flat_range", "is_plain", "view_bytes"]
 
@@ -67,9 +67,7 @@ def copy_flat_range(
     """
     position = 0
     for box in boxes_of_interval(tensor.shape, start, start + flat.numel()):
-        part = tensor
-        for dim, (offset, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            part = part.narrow(dim, offset, length)
+        part = narrowed_view(tensor, box.offsets, box.sizes)
         piece = box_view(flat, position, box.sizes)
         if into_tensor:
             part.copy_(piece, non_blocking=True)

@@ -24,7 +24,7 @@ from dcp_fsdp_osd.storage.metadata import (
     metadata_name,
 )
 from dcp_fsdp_osd.storage.once import from_first_rank
-from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors
+from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors, telling
 from dcp_fsdp_osd.storage.store import Backend
 from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats
 
@@ -187,14 +187,8 @@ class StreamingReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items; the future is complete on return."""
-        try:
-            with self.stats.timed("read"):
-                self._read(plan, planner)
-        except BaseException as error:
-            on_read_error = getattr(planner, "on_read_error", None)
-            if callable(on_read_error):
-                on_read_error(error)
-            raise
+        with telling(planner), self.stats.timed("read"):
+            self._read(plan, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from dcp_fsdp_osd.errors import StorageError, survives_pickling
+from dcp_fsdp_osd.errors import StorageError, message_of, survives_pickling
 from dcp_fsdp_osd.storage.store import (
     Backend,
     Store,
@@ -20,7 +21,7 @@ from dcp_fsdp_osd.storage.store import (
 )
 from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats, retrying
 
-__all__ = ["Session", "accepts", "make_session", "portable_errors"]
+__all__ = ["Session", "accepts", "make_session", "portable_errors", "telling"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -96,10 +97,7 @@ class Session:
         if survives_pickling(error):
             return error
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
-        try:
-            text = redact(str(error), self.config.options)
-        except Exception:
-            text = "an error that cannot be shown"
+        text = redact(message_of(error), self.config.options)
         return StorageError(f"{self.url}: rank {self.rank}: {kind}: {text[:500]}")
 
     def call(
@@ -143,6 +141,18 @@ def portable_errors(method: Callable[Concatenate[S, P], T]) -> Callable[Concaten
             raise portable from error
 
     return call
+
+
+@contextlib.contextmanager
+def telling(planner: object) -> Iterator[None]:
+    """While a plan is read: tell the planner of an error at once, if it has ``on_read_error``."""
+    try:
+        yield
+    except BaseException as error:
+        on_read_error = getattr(planner, "on_read_error", None)
+        if callable(on_read_error):
+            on_read_error(error)
+        raise
 
 
 def make_session(

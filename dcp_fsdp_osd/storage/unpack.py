@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError, UnsafeCheckpointError
+from dcp_fsdp_osd.geometry import narrowed_view
 from dcp_fsdp_osd.storage.checksum import Checksum
 from dcp_fsdp_osd.storage.entry import block_size, table_bytes, unpack_table
 from dcp_fsdp_osd.storage.foreign import ForeignTensor, parse_foreign
@@ -310,11 +311,7 @@ class WholeEntry(Entry):
         tensor = self._tensor(allow_pickle=allow_pickle)
         for item in self.items:
             read = item.read
-            box = tensor
-            for dim, (offset, length) in enumerate(
-                zip(read.storage_offsets, read.lengths, strict=True)
-            ):
-                box = box.narrow(dim, offset, length)
+            box = narrowed_view(tensor, read.storage_offsets, read.lengths)
             target = planner.resolve_tensor(read).detach()
             if tuple(target.shape) != tuple(box.shape):
                 raise StorageError(

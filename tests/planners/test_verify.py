@@ -275,11 +275,11 @@ def test_every_rank_raises(tmp_path: Path, what: str) -> None:
 
 
 class _Large(nn.Module):
-    """64 MiB of parameters, so 128 MiB of state."""
+    """96 MiB of parameters, so 192 MiB of state."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(1024, 4096) for _ in range(4))
+        self.weights = nn.ParameterList(torch.zeros(1024, 4096) for _ in range(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -308,7 +308,7 @@ def _memory(rank: int, world: int, path: str) -> list[int]:
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
     (extra,) = run_ranks(_memory, 1, str(tmp_path))
-    assert max(extra) < 64 << 20, extra
+    assert max(extra) < 96 << 20, extra  # reads of 32 MiB at a time, and the allocator's slack
 
 
 def test_a_reader_of_ones_own(tmp_path: Path) -> None:
