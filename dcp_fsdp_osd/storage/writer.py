@@ -75,7 +75,7 @@ class StreamingWriter(StorageWriter):
         max_inflight_bytes: bound of the buffers held by this rank: staging copies of tensors that
             are not contiguous CPU memory, and the client's copies.  Tensors' own memory and
             objects that only ``torch.save`` can write are not buffers.
-        checksum: write checksums (crc32c where google-crc32c is installed, else zlib's crc32).
+        checksum: write checksums (crc32c where that package is installed, else zlib's crc32).
         backend: ``"local"``, ``"fsspec"``, ``"obstore"``, a function that makes a store of a
             ``StoreConfig``, or ``"auto"``: local access for paths; for URLs obstore where it is
             installed, serves the scheme and has options of these names, else fsspec.
