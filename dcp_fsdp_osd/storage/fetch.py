@@ -1,7 +1,7 @@
 """Runs a load plan: the read side's execution.
 
-:class:`Fetcher` owns everything between the plan and the planner's destinations.  The caller's
-thread plans, resolves destinations, scatters and commits; pool threads read and checksum.
+:class:`Fetcher` reads what :class:`~dcp_fsdp_osd.storage.wanted.Wanted` found to be wanted.  The
+caller's thread plans, resolves destinations, scatters and commits; pool threads read and checksum.
 """
 
 from __future__ import annotations
@@ -19,28 +19,17 @@ from dcp_fsdp_osd.errors import CorruptCheckpointError
 from dcp_fsdp_osd.storage.checksum import BlockHasher, Checksum
 from dcp_fsdp_osd.storage.foreign import HEAD_BYTES, TAIL_BYTES
 from dcp_fsdp_osd.storage.memory import DTYPES, ScratchPool, view_bytes
-from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo
 from dcp_fsdp_osd.storage.progress import Progress
 from dcp_fsdp_osd.storage.ranges import Fetch, Segment, coalesce
 from dcp_fsdp_osd.storage.session import Session
 from dcp_fsdp_osd.storage.transfer import Budget, Pool, Stats
-from dcp_fsdp_osd.storage.unpack import (
-    GRAIN,
-    Entry,
-    Index,
-    Item,
-    TensorEntry,
-    WholeEntry,
-    foreign_entry,
-    tensor_entry,
-)
+from dcp_fsdp_osd.storage.unpack import GRAIN, Entry, Index, Item, TensorEntry, WholeEntry
+from dcp_fsdp_osd.storage.wanted import Group, Wanted
 
 __all__ = ["Fetcher"]
 
 READ_BYTES = 8 << 20
 """Longest range of one request."""
-_WHOLE = 1 << 14  # foreign entries up to this are read whole rather than parsed first
-_CHECK_SIZE = 64 << 20  # what is held whole is checked against the file's size above this
 
 
 @dataclass
@@ -109,8 +98,6 @@ class Fetcher:
         self._scratch = ScratchPool(self._limit + self._limit // 8, max_inflight // self._limit + 1)
         self._entries: list[Entry] = []
         self._items: list[Item] = []
-        self._first: list[tuple[str, Segment]] = []  # what is read before all else
-        self._sizes: dict[str, int] = {}  # of files with large entries that are held whole
 
     def run(self, reads: Sequence[ReadItem]) -> None:
         """Read all items and commit each to the planner."""
@@ -119,10 +106,21 @@ class Fetcher:
         with Pool(
             threads, stall=self._stall, what=f"{session.url}: read", stats=self._stats
         ) as self._pool:
-            wanted = self._plan(reads)
+            wanted = Wanted(
+                reads,
+                self._index,
+                self._planner,
+                stats=self._stats,
+                limit=self._limit,
+                verify=self._checksum is not None,
+                label=f"{session.url}: rank {session.rank}",
+                size_of=self._size_of,
+                ends_of=self._read_ends,
+            )
+            self._entries, self._items = wanted.entries, wanted.items
             fetches = [
                 fetch
-                for part in (self._first, wanted)
+                for part in (wanted.first, wanted.rest)
                 for fetch in coalesce(part, gap=self._limits.gap, limit=self._limit)
             ]
             for segment in itertools.chain.from_iterable(fetch.segments for fetch in fetches):
@@ -140,84 +138,13 @@ class Fetcher:
                 while self._pool.pending:
                     self._finish(self._pool.poll(block=True))
 
-    # ---- planning ----
+    # ---- what is asked while it is found out what to read ----
 
-    def _plan(self, reads: Sequence[ReadItem]) -> list[tuple[str, Segment]]:
-        """Group items by entry, and say what to read for each.
+    def _size_of(self, name: str) -> int:
+        store = self._session.store
+        return self._session.call(lambda: store.size(name), "size", self._stats)
 
-        Items that want nothing are committed here.
-        """
-        by_index: dict[object, list[ReadItem]] = {}
-        for read in reads:
-            by_index.setdefault(read.storage_index, []).append(read)
-        foreign: list[tuple[EntryInfo, list[ReadItem]]] = []
-        wanted: list[tuple[str, Segment]] = []
-        for group in by_index.values():
-            index = group[0].storage_index
-            info = self._index.entry(index)
-            number = len(self._entries)
-            if group[0].type == LoadItemType.BYTE_IO:
-                wanted += self._plan_whole(info, group)
-            elif info.kind == KIND_TENSOR:
-                entry = tensor_entry(
-                    number, info, index, self._index, verify=self._checksum is not None
-                )
-                wanted += self._plan_tensor(entry, group)
-            elif info.kind is not None or info.length <= _WHOLE:
-                wanted += self._plan_whole(info, group)
-            else:
-                foreign.append((info, group))
-        for (info, group), (head, tail) in zip(foreign, self._read_ends(foreign), strict=True):
-            fqn = group[0].storage_index.fqn
-            parsed = foreign_entry(len(self._entries), info, fqn, head, tail)
-            if parsed is None:
-                wanted += self._plan_whole(info, group)
-            else:
-                wanted += self._plan_tensor(parsed, group)
-        return wanted
-
-    def _plan_whole(self, info: EntryInfo, group: list[ReadItem]) -> list[tuple[str, Segment]]:
-        entry = WholeEntry(len(self._entries), info, group[0].storage_index.fqn)
-        entry.items = [Item(read, entry) for read in group]
-        self._entries.append(entry)
-        self._stats.add(needed=info.length)
-        self._check_size(entry)
-        return [(info.name, segment) for segment in entry.plan()]
-
-    def _plan_tensor(self, entry: TensorEntry, group: list[ReadItem]) -> list[tuple[str, Segment]]:
-        items = dict(enumerate((Item(read, entry) for read in group), len(self._items)))
-        self._items += items.values()
-        self._entries.append(entry)
-        found, first = entry.plan(items, self._limit)
-        for item in items.values():
-            self._stats.add(needed=item.wanted)
-            if item.wanted == 0:
-                item.resolve(self._planner, entry.dtype)
-                item.commit(self._planner)
-        self._first += [(entry.info.name, segment) for segment in first]
-        return [(entry.info.name, segment) for segment in found]
-
-    def _check_size(self, entry: WholeEntry) -> None:
-        """Do not allocate for a large entry that its file cannot hold."""
-        info = entry.info
-        if info.length <= _CHECK_SIZE:
-            return
-        if info.name not in self._sizes:
-            store = self._session.store
-            try:
-                size = self._session.call(lambda: store.size(info.name), "size", self._stats)
-            except FileNotFoundError:
-                size = 0
-            self._sizes[info.name] = size
-        if info.offset + info.length > self._sizes[info.name]:
-            raise CorruptCheckpointError(
-                f"{self._session.url}: rank {self._session.rank}: {entry.where()}: the file has "
-                f"only {self._sizes[info.name]} bytes"
-            )
-
-    def _read_ends(
-        self, foreign: list[tuple[EntryInfo, list[ReadItem]]]
-    ) -> list[tuple[bytes, bytes]]:
+    def _read_ends(self, foreign: Sequence[Group]) -> list[tuple[bytes, bytes]]:
         """The first and last bytes of entries that stock wrote, in a few requests."""
         ends = []
         for number, (info, _) in enumerate(foreign):
