@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from .errors import CheckpointMismatchError, StorageError, UnsafeCheckpointError
+from .errors import CheckpointMismatchError, StorageError, UnsafeCheckpointError, portable_errors
 from .geometry import narrowed_view
 from .storage.once import from_first_rank
 from .storage.session import telling
@@ -91,6 +91,7 @@ class FullStateReader(StorageReader):
             self._source = checkpoint_id
         self._values = {}
 
+    @portable_errors()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Names, shapes and dtypes of the source.  Collective over the process group."""
         return from_first_rank(self._ranks(), "read the full state", self._describe)
@@ -173,6 +174,7 @@ class FullStateReader(StorageReader):
         """The plans as they are."""
         return plans
 
+    @portable_errors()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy out what the plan wants, in its order; the future is complete on return."""
         with telling(planner):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.errors import StorageError, message_of
 
 __all__ = ["from_first_rank"]
 
@@ -33,7 +33,7 @@ def from_first_rank(group: dist.ProcessGroup | None, what: str, make: Callable[[
         except Exception as error:
             # As text: not every client's error can be pickled.
             missing = isinstance(error.__cause__, FileNotFoundError)
-            told = [((type(error).__name__, str(error), missing), None)]
+            told = [((type(error).__name__, message_of(error), missing), None)]
             failure = error
     dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
     if failure is not None:

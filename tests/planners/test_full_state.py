@@ -139,12 +139,29 @@ def test_subgroup() -> None:
     run_ranks(_subgroup, 4)
 
 
+class _OddError(Exception):
+    """Can be neither pickled nor shown."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError
+
+    def __str__(self) -> str:
+        raise TypeError
+
+
+class _Failing(dict[str, Any]):
+    def items(self) -> Any:
+        raise _OddError
+
+
 def _fails(rank: int, world: int, path: str, kind: str) -> None:
     init_device_mesh("cpu", (world,))
     model, optim = make(steps=0)
     reader = FullStateReader(f"{path}/{kind}.pt" if rank == 0 else None)
     if kind == "none":
         reader = FullStateReader(None)
+    if kind == "odd error":
+        reader = FullStateReader(_Failing({"optim": {}}) if rank == 0 else None)
     if kind == "stock":
         state = {"optim": {"state": {"x": torch.zeros(3)}, "param_groups": []}}
         full_reader = FullStateReader(copy.deepcopy(state) if rank == 0 else None)
@@ -162,6 +179,7 @@ def _fails(rank: int, world: int, path: str, kind: str) -> None:
         ("list", "expected a state dict, found list"),
         ("none", "found None"),
         ("stock", "pass planner=FlatOptimLoadPlanner"),
+        ("odd error", "an error that cannot be shown"),
     ],
 )
 def test_errors_reach_every_rank(tmp_path: Path, kind: str, expected: str) -> None:
@@ -170,5 +188,5 @@ def test_errors_reach_every_rank(tmp_path: Path, kind: str, expected: str) -> No
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(RankError) as caught:
         run_ranks(_fails, 2, str(tmp_path), kind)
-    assert caught.value.all_raised
+    assert caught.value.all_raised("CheckpointException")
     assert expected in str(caught.value)
