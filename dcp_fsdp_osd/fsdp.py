@@ -34,6 +34,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .errors import LayoutError, UnsupportedTorchError
 from .geometry import Box, dim_order
 from .layout import FlatLayout, ParamLayout, Segment
+from .placements import check_one_box
 
 __all__ = ["ShardGroup", "Target", "describe_target"]
 
@@ -195,9 +196,9 @@ def _describe_plain(
     shape = tuple(param.shape)
     layout = ParamLayout((fqns[0],), (shape,), "whole")
     if isinstance(param, DTensor):
+        check_one_box(fqns[0], param.device_mesh.shape, param.placements, shape)
         part = None
         if param.device_mesh.get_coordinate() is not None:
-            _check_one_box(fqns[0], param.device_mesh, param.placements, shape)
             box = _box(param.device_mesh, param.placements, param.shape)
             part = (box.offsets, box.sizes) if box.sizes != shape else None
         sharded = not all(placement.is_replicate() for placement in param.placements)
@@ -284,7 +285,7 @@ def _in_two_dimensions(segment: Segment, extension: Any) -> Segment:
             f"that keeps {type(extension).__name__}, of which the whole tensor is not known"
         )
     whole = tuple(extension.shape)
-    _check_one_box(fqn, extension.mesh, extension.placements, whole)
+    check_one_box(fqn, extension.mesh.shape, extension.placements, whole)
     part = _box(extension.mesh, extension.placements, extension.shape)
     if part.sizes != segment.shape:
         raise LayoutError(
@@ -328,32 +329,6 @@ def _box(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -
     """This rank's box of a DTensor; without elements where it has none."""
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return Box(tuple(offsets), tuple(sizes))
-
-
-def _check_one_box(
-    fqn: str, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
-) -> None:
-    """Refuse shards that are no one box, which DCP would silently take for one.
-
-    ``_StridedShard`` on its own deals rows out in turns; where tensor parallelism cuts them
-    afterwards, as under FSDP2, what a rank has is one box again.
-    """
-    coordinate = mesh.get_coordinate()
-    if coordinate is None or not any(hasattr(p, "split_factor") for p in placements):
-        return
-    for dim, size in enumerate(shape):
-        rows = torch.arange(size)
-        for at, count, placement in zip(coordinate, mesh.shape, placements, strict=True):
-            if getattr(placement, "dim", None) != dim:
-                continue
-            parts = rows.chunk(getattr(placement, "split_factor", 1))
-            shares = [part.chunk(count)[at : at + 1] for part in parts]
-            rows = torch.cat([rows[:0], *(row for share in shares for row in share)])
-        if len(rows) and int(rows[-1] - rows[0]) != len(rows) - 1:
-            raise LayoutError(
-                f"{fqn}: expected each rank to hold one box, found that {tuple(placements)} over a "
-                f"mesh of {tuple(mesh.shape)} give it rows {rows.tolist()[:8]} of dimension {dim}"
-            )
 
 
 def _segment(fqn: str, shape: tuple[int, ...], stride: tuple[int, ...], shard: Any) -> Segment:

@@ -18,12 +18,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from .errors import LayoutError
 from .fsdp import _join, _module_names
 from .fsdp_weights import drop_unsharded, flat_shards, low_precision_buffers
 from .layout import Segment
 from .optim_state import GUARD_KEY, SaveEntries, _Guard, without_guard
+from .placements import check_one_box
 from .tree import leaves, value_at
 
 __all__ = ["FlatModelState", "ModelGuard", "find_model", "model_entries"]
@@ -82,8 +84,8 @@ class FlatModelState(Stateful):
         """FQN -> this rank's piece (1-D) of what FSDP1 shards, or the value itself; and a guard.
 
         Raises:
-            LayoutError: FSDP1 is in forward, backward or ``summon_full_params``, or a module
-                changes its own state dict.
+            LayoutError: FSDP1 is in forward, backward or ``summon_full_params``, a module changes
+                its own state dict, or a DTensor stands for other rows than it holds.
         """
         guard = ModelGuard()
         values: dict[str, Any] = {GUARD_KEY: guard}
@@ -103,6 +105,9 @@ class FlatModelState(Stateful):
             guard.dtypes = {name: dtype for name, dtype in dtypes.items() if name in values}
         else:
             values.update(get_model_state_dict(self.model))
+        for fqn, value in values.items():
+            if isinstance(value, DTensor):
+                check_one_box(fqn, value.device_mesh.shape, value.placements, value.shape)
         for names in groups:
             known = [name for name in names if name in values and name not in guard.segments]
             guard.tied.update((name, known[0]) for name in known)

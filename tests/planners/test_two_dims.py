@@ -33,7 +33,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp_fsdp_osd import LayoutError
+from dcp_fsdp_osd import (
+    FlatModelState,
+    FlatOptimLoadPlanner,
+    FlatOptimSavePlanner,
+    LayoutError,
+)
 from dcp_fsdp_osd.fsdp import describe_target
 from tests.models import Mlp, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, assert_same, differences, load, raw, save
@@ -99,6 +104,28 @@ def _tp(world: int, **options: Any) -> nn.Module:
     return _parallel(init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), **options)
 
 
+def _hybrid(kind: str, shards: int, *, use_orig_params: bool = True) -> Callable[..., nn.Module]:
+    """Three dimensions: copies of FSDP over ``shards`` ranks over tensor parallelism over two."""
+
+    def build(world: int, **options: Any) -> nn.Module:
+        shape = (world // 2 // shards, shards, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "dp", "tp"))
+        model = _parallel(mesh["tp"], **options)
+        if kind == "fsdp1":
+            return wrap_fsdp1(
+                model,
+                policy="root",
+                strategy="HYBRID_SHARD",
+                device_mesh=mesh["copies", "dp"],
+                use_orig_params=use_orig_params,
+            )
+        for layer in model.children():
+            fully_shard(layer, mesh=mesh["copies", "dp"])
+        return fully_shard(model, mesh=mesh["copies", "dp"])
+
+    return build
+
+
 LAYOUTS: dict[str, Callable[..., nn.Module]] = {
     "FSDP1 over TP": _fsdp1,
     "FSDP1 flat over TP": lambda world, **options: _fsdp1(world, use_orig_params=False, **options),
@@ -108,6 +135,14 @@ LAYOUTS: dict[str, Callable[..., nn.Module]] = {
     "FSDP2": lambda world, **options: fully_shard(Net(**options)),
     "one process": lambda world, **options: Net(**options),
 }
+HYBRID: dict[str, Callable[..., nn.Module]] = {
+    "FSDP1 hybrid over TP": _hybrid("fsdp1", 2),
+    "FSDP1 flat hybrid over TP": _hybrid("fsdp1", 2, use_orig_params=False),
+    "FSDP2 hybrid over TP": _hybrid("fsdp2", 2),
+    "FSDP1 flat copies over TP": _hybrid("fsdp1", 1, use_orig_params=False),
+    "FSDP2 copies over TP": _hybrid("fsdp2", 1),
+}
+_ALL = {**LAYOUTS, **HYBRID}
 
 
 def _train(model: nn.Module, optim: torch.optim.Optimizer, steps: int = 2, first: int = 0) -> None:
@@ -143,23 +178,34 @@ def _weights_as_state(model: nn.Module) -> torch.optim.Optimizer:
 
 def _save_all(rank: int, world: int, path: str, names: list[str]) -> None:
     for name in names:
-        model = LAYOUTS[name](world)
-        save(model, _weights_as_state(model), f"{path}/{world} {name}")
+        model = _ALL[name](world)
+        optim = _weights_as_state(model)
+        state = {"optim": optim.state_dict(), "model": FlatModelState(model)}
+        writer = FileSystemWriter(f"{path}/{world} {name}")
+        dcp.save(state, storage_writer=writer, planner=FlatOptimSavePlanner(model, optim))
 
 
 def _load_all(rank: int, world: int, paths: list[str], names: list[str]) -> None:
     for name in names:
-        model = LAYOUTS[name](world)
+        model = _ALL[name](world)
         expected = _weights_as_state(model).state_dict()
+        weights = [_local(param).clone() for param in model.parameters()]
         for path in paths:
+            with torch.no_grad():
+                for param in model.parameters():
+                    _local(param).zero_()
             fresh = OPTIMIZERS["adamw"](model.parameters())
-            found = load(model, fresh, path)
+            state = {"optim": {}, "model": FlatModelState(model)}
+            planner = FlatOptimLoadPlanner(model, fresh)
+            dcp.load(state, storage_reader=FileSystemReader(path), planner=planner)
+            found = state["optim"]
             found["state"] = {
                 number: state
                 for number, state in found["state"].items()
                 if number in expected["state"] or _local(state["exp_avg"]).numel()
             }
             wrong = differences(found, expected)
+            wrong += differences([_local(param).detach() for param in model.parameters()], weights)
             assert not wrong, (name, path, wrong[:5])
 
 
@@ -179,6 +225,22 @@ def test_two_dimensions_to_and_fro(tmp_path: Path) -> None:
     run_ranks(_load_all, 4, paths, parallel, timeout=120)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_three_dimensions_to_and_fro(tmp_path: Path) -> None:
+    """Hybrid sharding over tensor parallelism on 2 x 2 x 2, 1 x 2 x 2 and 2 x 1 x 2 ranks.
+
+    FSDP1 shards over one rank in the last: with ``use_orig_params=False`` alone, as above.
+    """
+    cubes = [name for name in HYBRID if "hybrid" in name]
+    run_ranks(_save_all, 8, str(tmp_path), cubes, timeout=120)
+    run_ranks(_save_all, 4, str(tmp_path), [*HYBRID, "FSDP1"])
+    large = [f"{tmp_path}/8 {name}" for name in cubes]
+    small = [f"{tmp_path}/4 {name}" for name in [*HYBRID, "FSDP1"]]
+    _load_all(0, 0, large + small, ["one process"])
+    run_ranks(_load_all, 4, large + small[::2], list(HYBRID), timeout=120)
+    run_ranks(_load_all, 8, large[:2] + small[3:5], cubes, timeout=120)
+
+
 def _unsharded(rank: int, world: int) -> None:
     model = LAYOUTS["FSDP1 over TP"](world)
     describe_target(model, OPTIMIZERS["adamw"](model.parameters()))
@@ -192,7 +254,7 @@ def test_unsharded_fsdp1_over_tp_is_refused() -> None:
 
 def _with_stock(rank: int, world: int, path: str, name: str) -> Any:
     """Ours to ours, ours to stock and stock to ours under one layout, after real steps."""
-    model = LAYOUTS[name](world, uneven=False)
+    model = _ALL[name](world, uneven=False)
     optim = OPTIMIZERS["adamw"](model.parameters())
     _train(model, optim)
     expected = _whole(model, optim)
@@ -200,7 +262,7 @@ def _with_stock(rank: int, world: int, path: str, name: str) -> Any:
     by_stock = get_optimizer_state_dict(model, optim)
     dcp.save({"optim": by_stock}, storage_writer=FileSystemWriter(f"{path}/stock"))
 
-    fresh_model = LAYOUTS[name](world, uneven=False)
+    fresh_model = _ALL[name](world, uneven=False)
     for writer in ("ours", "stock"):
         fresh = OPTIMIZERS["adamw"](fresh_model.parameters())
         fresh.load_state_dict(load(fresh_model, fresh, f"{path}/{writer}"))
@@ -215,7 +277,7 @@ def _with_stock(rank: int, world: int, path: str, name: str) -> Any:
     dist.all_gather_object(results, right)
     # Stock itself sets wrong values here, from its own state dict too. When this fails, it has
     # been mended: expect them to be right under every layout.
-    assert all(results) == (name != "FSDP1 over TP")
+    assert all(results) == (not name.startswith("FSDP1"))
 
     sharded = load(fresh_model, fresh, f"{path}/ours", form="sharded")
     assert_same(sharded["state"], by_stock["state"])
@@ -234,9 +296,18 @@ def _with_stock(rank: int, world: int, path: str, name: str) -> Any:
     return expected
 
 
-@pytest.mark.parametrize("name", ["FSDP1 over TP", "FSDP2 over TP", "TP"])
-def test_two_dimensions_and_stock(tmp_path: Path, name: str) -> None:
-    expected = run_ranks(_with_stock, 4, str(tmp_path), name)
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("FSDP1 over TP", 4),
+        ("FSDP2 over TP", 4),
+        ("TP", 4),
+        ("FSDP1 hybrid over TP", 8),
+        ("FSDP2 hybrid over TP", 8),
+    ],
+)
+def test_more_dimensions_and_stock(tmp_path: Path, name: str, world: int) -> None:
+    expected = run_ranks(_with_stock, world, str(tmp_path), name)
     model = Net(uneven=False)
     optim = OPTIMIZERS["adamw"](model.parameters())
     _train(model, optim)
@@ -311,29 +382,46 @@ def _strided(rank: int, world: int, sizes: list[int]) -> list[bool]:
 
 
 def test_shards_that_are_no_box_are_refused() -> None:
-    """Rows 0, 1 and 4, 5 of 8: stock would write them as rows 0 to 3."""
-    assert run_ranks(_strided, 2, [8, 2, 5]) == [[True, False, True], [True, False, True]]
+    """Rows 0, 1 and 4, 5 of 8: stock would write them as rows 0 to 3.
+
+    Of 3 rows the second rank has a box, rows 1 to 2, and refuses them too: else the first would
+    wait for it.
+    """
+    assert run_ranks(_strided, 2, [8, 2, 5, 3]) == [[True, False, True, True]] * 2
 
 
-def _fsdp2_over_tp_boxes(rank: int, world: int) -> None:
-    """What torch says of uneven strided shards is what they hold."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for rows in range(1, 20):
+def _fsdp2_over_tp_boxes(rank: int, world: int, size: int) -> list[int]:
+    """What torch says of uneven strided shards is what they hold; returns the sizes refused."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    refused = []
+    for rows in range(1, size):
         whole = torch.arange(rows * 2.0).view(rows, 2)
         model = nn.Module()
         model.register_parameter(
             "p", nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
         )
         fully_shard(model, mesh=mesh["dp"])
-        target = describe_target(model, torch.optim.SGD(model.parameters()))
+        optim = torch.optim.SGD(model.parameters())
+        try:
+            target = describe_target(model, optim)
+        except LayoutError as error:
+            assert "p: expected FSDP2 to hold the rows that its DTensor stands for" in str(error)
+            with pytest.raises(LayoutError, match="expected FSDP2 to hold"):
+                FlatModelState(model).state_dict()
+            refused.append(rows)
+            continue
         local = _local(next(model.parameters()))
         part = target.layout.params[0].part or ((0, 0), (rows, 2))
         (row, column), (count, width) = part
         assert torch.equal(whole[row : row + count, column : column + width], local), rows
+    return refused
 
 
 def test_uneven_strided_shards_under_fsdp2() -> None:
-    run_ranks(_fsdp2_over_tp_boxes, 4)
+    """On 3 x 2 ranks FSDP2 cuts 7 rows into 2, 2, 0 and 1, 1, 1 rows; its DTensors say 2, 2, 1 and
+    1, 1, 0. All ranks refuse that, also those of whom the DTensors speak the truth."""
+    assert run_ranks(_fsdp2_over_tp_boxes, 4, 20) == [[]] * 4
+    assert run_ranks(_fsdp2_over_tp_boxes, 6, 15) == [[7, 13]] * 6
 
 
 # ---------------------------------------------------------------- ranks with different parameters

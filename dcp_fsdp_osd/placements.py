@@ -1,0 +1,137 @@
+"""Which rows of a tensor the placements of a DTensor give to each rank of a mesh.  Pure."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch.distributed.tensor.placement_types import Placement
+
+from .errors import LayoutError
+
+__all__ = ["check_one_box"]
+
+_Rows = tuple[range, ...]
+
+
+class _Cut(NamedTuple):
+    """One mesh dimension that shards a tensor dimension over ``ranks`` ranks, which get rows in
+    ``turns`` (a plain ``Shard``: one)."""
+
+    ranks: int
+    turns: int
+
+
+class _Odd(NamedTuple):
+    """A rank whose rows are not what DCP takes them for."""
+
+    coordinate: tuple[int, ...]  # in the mesh dimensions that cut
+    said: _Rows
+    held: _Rows | None
+
+
+def check_one_box(
+    fqn: str, mesh: Sequence[int], placements: Sequence[Placement], shape: Sequence[int]
+) -> None:
+    """Refuse shards of which DCP would silently save or load other rows than they hold.
+
+    ``_StridedShard`` on its own deals rows out in turns; where tensor parallelism cuts them
+    afterwards, as under FSDP2, what a rank has is one box again. FSDP2 itself cuts the other way
+    round, the shard of tensor parallelism, which is not the same where that is uneven.
+
+    Args:
+        mesh: ranks in each dimension of the mesh.
+        shape: of the whole tensor.
+
+    Raises:
+        LayoutError: for some rank of the mesh; that is, on all of them alike.
+    """
+    if not any(hasattr(placement, "split_factor") for placement in placements):
+        return
+    for dim, size in enumerate(shape):
+        cuts = tuple(
+            _Cut(count, getattr(placement, "split_factor", 1))
+            for count, placement in zip(mesh, placements, strict=True)
+            if getattr(placement, "dim", None) == dim
+        )
+        odd = _odd_one(size, cuts)
+        if odd is None:
+            continue
+        where = f"{tuple(placements)} over a mesh of {tuple(mesh)}"
+        if odd.held is None:
+            raise LayoutError(
+                f"{fqn}: expected each rank to hold one box, found that {where} give some rank "
+                f"rows {_text(odd.said)} of dimension {dim}"
+            )
+        raise LayoutError(
+            f"{fqn}: expected FSDP2 to hold the rows that its DTensor stands for, found that with "
+            f"{where} some rank holds rows {_text(odd.held)} of dimension {dim}, which torch takes "
+            f"for rows {_text(odd.said)}. Choose a size of dimension {dim} (now {size}) that tensor "
+            f"parallelism divides evenly, or another mesh"
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _odd_one(size: int, cuts: tuple[_Cut, ...]) -> _Odd | None:
+    """The first rank, if any, whose rows are no interval or not those that FSDP2 gives it."""
+    after = [math.prod(cut.ranks for cut in cuts[n + 1 :]) for n in range(len(cuts))]
+    plain = sum(1 for _ in itertools.takewhile(lambda cut: cut.turns == 1, cuts))
+    if plain == len(cuts):
+        return None
+    nested = all(cut.turns == rest for cut, rest in zip(cuts[plain:], after[plain:], strict=True))
+    if nested and not plain and size % after[0] == 0:
+        return None  # all turns are alike
+    said: dict[tuple[int, ...], _Rows] = {(): (range(size),)}
+    for cut in cuts:
+        said = {
+            (*at, n): rows for at, above in said.items() for n, rows in enumerate(_deal(above, cut))
+        }
+    # FSDP2 cuts the local shard, that is, after what is to its right
+    order = [*range(plain), *reversed(range(plain, len(cuts)))]
+    for at, rows in said.items():
+        held: _Rows | None = None
+        if nested:
+            held = (range(size),)
+            for n in order:
+                held = _chunk(held, cuts[n].ranks, at[n])
+        if len(rows) > 1 or (held is not None and rows != held):
+            return _Odd(at, rows, held)
+    return None
+
+
+def _deal(rows: _Rows, cut: _Cut) -> list[_Rows]:
+    """The rows of each of ``cut.ranks`` ranks."""
+    turns = [_chunk(rows, cut.turns, n) for n in range(cut.turns)]
+    return [
+        _joined(part for turn in turns for part in _chunk(turn, cut.ranks, n))
+        for n in range(cut.ranks)
+    ]
+
+
+def _chunk(rows: _Rows, count: int, number: int) -> _Rows:
+    """As ``torch.chunk`` cuts; no ranges where nothing is left."""
+    total = sum(map(len, rows))
+    step = -(-total // count)
+    low, high = step * number, step * (number + 1)
+    found = []
+    for part in rows:
+        found.append(part[max(low, 0) : max(high, 0)])
+        low, high = low - len(part), high - len(part)
+    return tuple(part for part in found if part)
+
+
+def _joined(parts: Iterable[range]) -> _Rows:
+    joined: list[range] = []
+    for part in parts:
+        if joined and joined[-1].stop == part.start:
+            joined[-1] = range(joined[-1].start, part.stop)
+        else:
+            joined.append(part)
+    return tuple(joined)
+
+
+def _text(rows: _Rows) -> str:
+    return " and ".join(f"[{part.start}:{part.stop}]" for part in rows[:4]) or "none"
