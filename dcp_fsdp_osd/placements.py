@@ -69,7 +69,7 @@ def check_one_box(
         raise LayoutError(
             f"{fqn}: expected FSDP2 to hold the rows that its DTensor stands for, found that with "
             f"{where} some rank holds rows {_text(odd.held)} of dimension {dim}, which torch takes "
-            f"for rows {_text(odd.said)}. Choose a size of dimension {dim} (now {size}) that tensor "
+            f"for rows {_text(odd.said)}. Choose a size of that dimension, now {size}, that tensor "
             f"parallelism divides evenly, or another mesh"
         )
 
