@@ -36,7 +36,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.exchange_ranks import KINDS, OURS, STOCK, Job, Setting, Size
+from benchmarks.exchange_ranks import EXACT, KINDS, OURS, STOCK, Job, Setting, Size
 from benchmarks.launch import run_ranks
 from benchmarks.measure import Measured, combine, median, table, write_json
 from benchmarks.s3_server import s3_server
@@ -176,7 +176,14 @@ def _compare(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _print_target(kind: str, setting: Setting, figures: dict[str, dict[str, Any]]) -> None:
     line = f"  bytes read / distinct bytes (<= {_RATIO_LIMIT}):"
-    for name, reader in (("broadcast=True", "StreamingReader"), ("True, stock reader", "stock's")):
+    readers = {
+        "broadcast=True": "StreamingReader",
+        "True, stock reader": "stock's",
+        EXACT: "stock's without read-ahead",
+    }
+    for name, reader in readers.items():
+        if name not in figures:
+            continue
         ratio = figures[name]["read_ratio"]
         line += f" {reader} {ratio:.4f} {'met' if ratio <= _RATIO_LIMIT else 'NOT MET'},"
     line += f" asked of stock's {figures['True, stock reader']['asked_ratio']:.4f}"

@@ -41,7 +41,9 @@ __all__ = ["KINDS", "OURS", "STOCK", "Job", "Setting", "Size", "shape_of"]
 KINDS = {"hsdp": 2, "no_shard": 4, "ddp": 4}
 """How many of 4 ranks want the same."""
 STOCK = "stock"
-OURS = ("broadcast=False", "broadcast=True", "True, stock reader")
+EXACT = "True, stock reader, no read-ahead"
+"""s3fs without its read-ahead, which reads bytes that nobody asked for."""
+OURS = ("broadcast=False", "broadcast=True", "True, stock reader", EXACT)
 
 _MIB = 1 << 20
 
@@ -225,12 +227,15 @@ class _Bench:
     def _streaming(self, place: Place, name: str) -> StreamingReader:
         return StreamingReader(self._url(place, name), **self._options(place))
 
-    def _stock_reader(self, place: Place, name: str) -> Any:
+    def _stock_reader(self, place: Place, name: str, *, ahead: bool = True) -> Any:
         if place.endpoint is None:
             return _asking(dcp.FileSystemReader)(self._url(place, name))
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-        return _asking(FsspecReader)(self._url(place, name), **place.endpoint.storage_options)
+        options = dict(place.endpoint.storage_options)
+        if not ahead:
+            options["default_cache_type"] = "none"
+        return _asking(FsspecReader)(self._url(place, name), **options)
 
     # ------------------------------------------------------------ loads
 
@@ -251,9 +256,14 @@ class _Bench:
             "asked": reader.asked,
         }
 
-    def ours(self, place: Place, broadcast: bool | str, stock_reader: bool) -> dict[str, Any]:
+    def ours(
+        self, place: Place, broadcast: bool | str, stock_reader: bool, *, ahead: bool = True
+    ) -> dict[str, Any]:
         before = _read_by_syscalls()
-        reader = (self._stock_reader if stock_reader else self._streaming)(place, "ours")
+        if stock_reader:
+            reader = self._stock_reader(place, "ours", ahead=ahead)
+        else:
+            reader = self._streaming(place, "ours")
         planner = _TimedPlanner(self.model, self.optim, broadcast=broadcast)  # type: ignore[arg-type]
         state: dict[str, Any] = {"optim": {}}
         dcp.load(state, storage_reader=reader, planner=planner)
@@ -273,7 +283,7 @@ class _Bench:
             return self.stock(place)
         if name == "auto":
             return self.ours(place, "auto", False)
-        return self.ours(place, "True" in name, "stock reader" in name)
+        return self.ours(place, "True" in name, "stock reader" in name, ahead=name != EXACT)
 
     # ------------------------------------------------------------ measuring
 
@@ -310,6 +320,7 @@ class _Bench:
         variants = {
             name: lambda name=name: self.variant(name, setting.place)  # type: ignore[misc]
             for name in self.job.variants
+            if name != EXACT or server is not None
         }
         if server is not None and self.rank == 0:
             server.configure()  # the warm-up at full speed: it is not measured
