@@ -5,6 +5,7 @@ The judge is ``get_model_state_dict`` (stock's gather), before the save and afte
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, StateDictType, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.wire import WireBytes
@@ -256,6 +258,37 @@ def _two_dims(rank: int, world: int, path: str, saved: str, loaded: str) -> None
 )
 def test_two_dimensions(tmp_path: Path, saved: str, loaded: str) -> None:
     run_ranks(_two_dims, 4, str(tmp_path / "save"), saved, loaded)
+
+
+def _gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole parameters where stock's state dict cannot be gathered: FSDP1 over uneven shards."""
+    fsdp1 = isinstance(model, FSDP)
+    with FSDP.summon_full_params(model) if fsdp1 else contextlib.nullcontext():
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+            for name, value in model.named_parameters()
+        }
+
+
+def _uneven_trained(rank: int, world: int, path: str) -> None:
+    """From each layout to the next, of which the last has tensor parallelism of another degree."""
+    names = ["FSDP1 over TP", "FSDP2 over TP", "FSDP1 flat over TP", "TP"]
+    for name, following in zip(names, [*names[1:], names[0]], strict=True):
+        model = LAYOUTS[name](world)
+        optim = adamw(model)
+        for step in range(2):
+            model((torch.arange(5) + step) % 11).pow(2).mean().backward()
+            optim.step()
+            optim.zero_grad()
+        expected = _gathered(model)
+        save(model, f"{path}/{name}")
+        for target in (LAYOUTS[following](world), LAYOUTS["one process"](1)):
+            load(target, f"{path}/{name}")
+            assert_same(_gathered(target), expected)
+
+
+def test_uneven_tensor_parallelism_after_training(tmp_path: Path) -> None:
+    run_ranks(_uneven_trained, 4, str(tmp_path))
 
 
 def _channels_last(rank: int, world: int, path: str) -> None:
