@@ -27,14 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .errors import LayoutError, UnsupportedTorchError
 from .geometry import Box, dim_order
 from .layout import FlatLayout, ParamLayout, Segment
-from .placements import check_one_box
+from .placements import dtensor_problem, local_box, wrong_rows
 
 __all__ = ["ShardGroup", "Target", "describe_target"]
 
@@ -61,7 +60,7 @@ class ShardGroup:
     def box(self, shape: Sequence[int]) -> Box:
         """This rank's rows of a tensor of ``shape``; none of them is a box without elements."""
         if self.mesh is not None:
-            return _box(self.mesh, self.placements, torch.Size(shape))
+            return local_box(self.mesh, self.placements, torch.Size(shape))
         rows = -(-shape[0] // self.group.size())
         start = min(rows * self.group.rank(), shape[0])
         stop = min(start + rows, shape[0])
@@ -133,6 +132,7 @@ def describe_target(model: nn.Module, optim: torch.optim.Optimizer) -> Target:
 
     Raises:
         LayoutError: a parameter is not in the model, or its memory is no tensor's that we can cut.
+            What other ranks may not find of theirs is left to ``layout.check``.
         UnsupportedTorchError: this torch keeps FSDP's layout elsewhere.
     """
     names = _module_names(model)
@@ -196,13 +196,15 @@ def _describe_plain(
     shape = tuple(param.shape)
     layout = ParamLayout((fqns[0],), (shape,), "whole")
     if isinstance(param, DTensor):
-        check_one_box(fqns[0], param.device_mesh.shape, param.placements, shape)
         part = None
         if param.device_mesh.get_coordinate() is not None:
-            box = _box(param.device_mesh, param.placements, param.shape)
+            box = local_box(param.device_mesh, param.placements, param.shape)
             part = (box.offsets, box.sizes) if box.sizes != shape else None
         sharded = not all(placement.is_replicate() for placement in param.placements)
-        layout = ParamLayout((fqns[0],), (shape,), "dtensor", sharded=sharded, part=part)
+        problem = dtensor_problem(fqns[0], param)
+        layout = ParamLayout(
+            (fqns[0],), (shape,), "dtensor", sharded=sharded, part=part, problem=problem
+        )
     known[id(param)] = (layout, param.device, {})
     aliases.update((fqn, fqns[0]) for fqn in fqns[1:])
 
@@ -234,6 +236,7 @@ def _describe_unit(
     fqns: list[str] = []
     segments: list[Segment] = []
     groups: list[ShardGroup | None] = []
+    problems: list[str] = []
     for info, shard, shape, stride, extension in zip(
         infos, shards, shapes, strides, extensions, strict=True
     ):
@@ -241,8 +244,12 @@ def _describe_unit(
         aliases.update((other, fqn) for other in others)
         fqns.append(fqn)
         segment = _segment(fqn, tuple(shape), tuple(stride), shard)
+        problems.append("")
         if extension is not None:
-            segment = _in_two_dimensions(segment, extension)
+            try:
+                segment = _in_two_dimensions(segment, extension)
+            except LayoutError as error:  # of this rank alone, maybe
+                problems[-1] = str(error)
             if not sharded and originals is not None:
                 raise LayoutError(
                     f"{fqn}: expected FSDP over tensor parallelism to shard over several ranks, or "
@@ -258,15 +265,31 @@ def _describe_unit(
     if originals is None:  # use_orig_params=False
         cut = sharded or any(segment.part is not None for segment in segments)
         layout = ParamLayout(
-            tuple(fqns), whole_shapes, "flat", tuple(segments), numel, cut, column=column
+            tuple(fqns),
+            whole_shapes,
+            "flat",
+            tuple(segments),
+            numel,
+            cut,
+            column=column,
+            problem="\n".join(filter(None, problems)),
         )
         known[id(flat)] = (layout, device, dict(zip(fqns, groups, strict=True)))
         return
-    for param, segment, shard_group in zip(originals, segments, groups, strict=True):
+    for param, segment, shard_group, problem in zip(
+        originals, segments, groups, problems, strict=True
+    ):
         if sharded:
             own = dataclasses.replace(segment, offset=0)
             layout = ParamLayout(
-                (own.fqn,), (own.shape,), "flat", (own,), own.numel, True, column=column
+                (own.fqn,),
+                (own.shape,),
+                "flat",
+                (own,),
+                own.numel,
+                True,
+                column=column,
+                problem=problem,
             )
         else:
             layout = ParamLayout((segment.fqn,), (segment.shape,), "whole")
@@ -285,8 +308,10 @@ def _in_two_dimensions(segment: Segment, extension: Any) -> Segment:
             f"that keeps {type(extension).__name__}, of which the whole tensor is not known"
         )
     whole = tuple(extension.shape)
-    check_one_box(fqn, extension.mesh.shape, extension.placements, whole)
-    part = _box(extension.mesh, extension.placements, extension.shape)
+    problem = wrong_rows(fqn, extension.mesh.shape, extension.placements, whole)
+    if problem:
+        raise LayoutError(problem)
+    part = local_box(extension.mesh, extension.placements, extension.shape)
     if part.sizes != segment.shape:
         raise LayoutError(
             f"{fqn}: expected the local shard of {extension} to be of shape {part.sizes}, found "
@@ -323,12 +348,6 @@ def _root_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return found
     root: DeviceMesh = mesh._get_root_mesh()
     return root
-
-
-def _box(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> Box:
-    """This rank's box of a DTensor; without elements where it has none."""
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return Box(tuple(offsets), tuple(sizes))
 
 
 def _segment(fqn: str, shape: tuple[int, ...], stride: tuple[int, ...], shard: Any) -> Segment:

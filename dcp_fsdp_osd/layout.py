@@ -120,6 +120,7 @@ class ParamLayout:
         column: of kind ``"flat"``: the lowest global rank of the group that the flat tensor is
             sharded over. Groups that hold replicas may cut them at different places.
         part: of kind ``"dtensor"``: (offsets, sizes) of this rank's box, if it is not the whole.
+        problem: why its state cannot be saved or loaded, of which other ranks may not know.
     """
 
     fqns: tuple[str, ...]
@@ -130,6 +131,7 @@ class ParamLayout:
     sharded: bool = False
     part: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     column: int = 0
+    problem: str = ""
 
     @property
     def empty(self) -> bool:
@@ -224,6 +226,16 @@ class FlatLayout:
         """Parameter id of each FQN."""
         ids: Mapping[str, int] = self.__dict__["_ids"]
         return ids
+
+    def check(self) -> None:
+        """To be called where all ranks learn of one's error, before anything is saved or loaded.
+
+        Raises:
+            LayoutError: parameters of this rank have a :attr:`ParamLayout.problem`.
+        """
+        problems = [param.problem for param in self.params if param.problem]
+        if problems:
+            raise LayoutError("\n".join(problems))
 
     def resolve(self, name: str) -> str | None:
         """The FQN that ``name`` is stored under: itself, or what it is tied to; else None."""

@@ -206,6 +206,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         self._loads, self._owner, self._pending, self.skipped = {}, {}, set(), []
         self._items, self._exchange, self.exchanged = [], None, None
         for key, target in self._targets.items():
+            target.layout.check()
             path, value = find_optim(state_dict, key)
             optim = self._optims[key]
             sizes = tuple(len(group["params"]) for group in optim.param_groups)

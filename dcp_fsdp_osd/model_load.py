@@ -76,6 +76,7 @@ class ModelLoad:
         self.key = ".".join(path)
         self.value = value
         self.guard: ModelGuard = value[GUARD_KEY]
+        self.guard.check()
         self.live = without_guard(value)
         self.saved = _saved_under(metadata, path)
         self._sorted = sorted(self.saved)

@@ -25,7 +25,7 @@ from .fsdp import _join, _module_names
 from .fsdp_weights import drop_unsharded, flat_shards, low_precision_buffers
 from .layout import Segment
 from .optim_state import GUARD_KEY, SaveEntries, _Guard, without_guard
-from .placements import check_one_box
+from .placements import dtensor_problem
 from .tree import leaves, value_at
 
 __all__ = ["FlatModelState", "ModelGuard", "find_model", "model_entries"]
@@ -43,6 +43,7 @@ class ModelGuard(_Guard):
         tied: name -> the first name of the same tensor.
         dtypes: buffers that FSDP1 keeps in a lower precision -> dtype that is saved.
         extra: names that hold a module's extra state, which may be anything.
+        problem: why it cannot be saved or loaded, of which other ranks may not know.
         loaded: set by the load planner.
     """
 
@@ -53,7 +54,13 @@ class ModelGuard(_Guard):
     tied: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
+    problem: str = ""
     loaded: bool = False
+
+    def check(self) -> None:
+        """Raise LayoutError if there is a problem, where all ranks learn of it."""
+        if self.problem:
+            raise LayoutError(self.problem)
 
 
 class FlatModelState(Stateful):
@@ -84,8 +91,8 @@ class FlatModelState(Stateful):
         """FQN -> this rank's piece (1-D) of what FSDP1 shards, or the value itself; and a guard.
 
         Raises:
-            LayoutError: FSDP1 is in forward, backward or ``summon_full_params``, a module changes
-                its own state dict, or a DTensor stands for other rows than it holds.
+            LayoutError: FSDP1 is in forward, backward or ``summon_full_params``, or a module
+                changes its own state dict.
         """
         guard = ModelGuard()
         values: dict[str, Any] = {GUARD_KEY: guard}
@@ -107,7 +114,7 @@ class FlatModelState(Stateful):
             values.update(get_model_state_dict(self.model))
         for fqn, value in values.items():
             if isinstance(value, DTensor):
-                check_one_box(fqn, value.device_mesh.shape, value.placements, value.shape)
+                guard.problem = guard.problem or dtensor_problem(fqn, value)
         for names in groups:
             known = [name for name in names if name in values and name not in guard.segments]
             guard.tied.update((name, known[0]) for name in known)
@@ -148,6 +155,7 @@ def model_entries(state_dict: Mapping[str, Any], key: tuple[str, ...]) -> SaveEn
     """The dict of a :class:`FlatModelState` as entries of a checkpoint. Tensors are referenced,
     but for buffers that FSDP1 keeps in a lower precision than they are saved in."""
     guard: ModelGuard = state_dict[GUARD_KEY]
+    guard.check()
     entries = SaveEntries()
     for fqn, value in without_guard(state_dict).items():
         path = (*key, fqn)

@@ -1,4 +1,4 @@
-"""Which rows of a tensor the placements of a DTensor give to each rank of a mesh.  Pure."""
+"""Which box of a tensor the placements of a DTensor give to each rank of a mesh.  No collective."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-from .errors import LayoutError
+from .geometry import Box
 
-__all__ = ["check_one_box"]
+__all__ = ["dtensor_problem", "local_box", "wrong_rows"]
 
 _Rows = tuple[range, ...]
 
@@ -33,10 +37,31 @@ class _Odd(NamedTuple):
     held: _Rows | None
 
 
-def check_one_box(
+def local_box(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> Box:
+    """This rank's box of a DTensor; without elements where it has none."""
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def dtensor_problem(fqn: str, value: DTensor) -> str:
+    """Why DCP cannot save or load a DTensor as it is; other ranks may find nothing. Else empty."""
+    mesh, shape = value.device_mesh, value.shape
+    problem = wrong_rows(fqn, mesh.shape, value.placements, shape)
+    if problem or mesh.get_coordinate() is None:
+        return problem
+    held, said = tuple(value.to_local().shape), local_box(mesh, value.placements, shape).sizes
+    if held == said or not (math.prod(held) or math.prod(said)):
+        return ""
+    return (
+        f"{fqn}: expected a local shard of shape {said}, as DTensor cuts {tuple(shape)} with "
+        f"{value.placements} over a mesh of {tuple(mesh.shape)}, found {held}"
+    )
+
+
+def wrong_rows(
     fqn: str, mesh: Sequence[int], placements: Sequence[Placement], shape: Sequence[int]
-) -> None:
-    """Refuse shards of which DCP would silently save or load other rows than they hold.
+) -> str:
+    """Why DCP would silently save or load other rows of a DTensor than its shards hold, if so.
 
     ``_StridedShard`` on its own deals rows out in turns; where tensor parallelism cuts them
     afterwards, as under FSDP2, what a rank has is one box again. FSDP2 itself cuts the other way
@@ -46,11 +71,11 @@ def check_one_box(
         mesh: ranks in each dimension of the mesh.
         shape: of the whole tensor.
 
-    Raises:
-        LayoutError: for some rank of the mesh; that is, on all of them alike.
+    Returns:
+        The same on every rank of the mesh, whichever of them has the rows in question; else empty.
     """
     if not any(hasattr(placement, "split_factor") for placement in placements):
-        return
+        return ""
     for dim, size in enumerate(shape):
         cuts = tuple(
             _Cut(count, getattr(placement, "split_factor", 1))
@@ -62,16 +87,17 @@ def check_one_box(
             continue
         where = f"{tuple(placements)} over a mesh of {tuple(mesh)}"
         if odd.held is None:
-            raise LayoutError(
+            return (
                 f"{fqn}: expected each rank to hold one box, found that {where} give some rank "
                 f"rows {_text(odd.said)} of dimension {dim}"
             )
-        raise LayoutError(
+        return (
             f"{fqn}: expected FSDP2 to hold the rows that its DTensor stands for, found that with "
             f"{where} some rank holds rows {_text(odd.held)} of dimension {dim}, which torch takes "
             f"for rows {_text(odd.said)}. Choose a size of that dimension, now {size}, that tensor "
             f"parallelism divides evenly, or another mesh"
         )
+    return ""
 
 
 @functools.lru_cache(maxsize=4096)

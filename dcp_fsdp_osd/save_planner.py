@@ -180,6 +180,8 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         Tensors are referenced until the save is over; they must not change before then.
         """
         self._reset()
+        for layout in self._layouts.values():
+            layout.check()
         found = {key: find_optim(state_dict, key) for key in self._layouts}
         flat = {
             key: (path, without_guard(value))

@@ -71,6 +71,7 @@ def verify_optim_state(
 
     def begin(metadata: Metadata) -> Comparison:
         target = describe_target(model, optim)
+        target.layout.check()
         value = FlatOptimState(model, optim).state_dict()
         path = tuple(key.split("."))
         plan = OptimLoad(target, path, value, optim=optim, metadata=metadata, strict=True)

@@ -40,6 +40,7 @@ from dcp_fsdp_osd import (
     LayoutError,
 )
 from dcp_fsdp_osd.fsdp import describe_target
+from dcp_fsdp_osd.optim_state import GUARD_KEY
 from tests.models import Mlp, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, assert_same, differences, load, raw, save
 from tests.ranks import RankError, run_ranks
@@ -377,14 +378,67 @@ def _strided(rank: int, world: int, sizes: list[int]) -> list[bool]:
         )
         model = nn.Module()
         model.register_parameter("p", nn.Parameter(tensor))
-        optim = torch.optim.SGD(model.parameters())
-        try:
-            describe_target(model, optim)
-            refused.append(False)
-        except LayoutError as error:
-            assert "p: expected each rank to hold one box" in str(error)
-            refused.append(True)
+        refused.append(_refused(model, "p: expected each rank to hold one box"))
     return refused
+
+
+def _refused(model: nn.Module, message: str) -> bool:
+    """Whether this rank would refuse the model's optimizer, and likewise its weights."""
+    checks = [
+        describe_target(model, torch.optim.SGD(model.parameters())).layout.check,
+        FlatModelState(model).state_dict()[GUARD_KEY].check,
+    ]
+    found = []
+    for check in checks:
+        try:
+            check()
+            found.append(False)
+        except LayoutError as error:
+            assert message in str(error)
+            found.append(True)
+    assert found[0] == found[1]
+    return found[0]
+
+
+def _known_to_one(rank: int, world: int, path: str, call: str) -> None:
+    """Rank 1 alone has a parameter that cannot be saved: of too few rows, or as FSDP2 cuts it."""
+    mesh = init_device_mesh("cpu", (world,))
+    model = nn.ModuleDict({"first": nn.Linear(2, 2)})
+    if call != "save":  # something to load
+        save(model, torch.optim.SGD(model.parameters()), path)
+    model["tp"] = nn.Linear(5, 5, bias=False)
+    if call != "save" or rank == 1:
+        placement = _StridedShard(0, split_factor=2) if call == "save" else Shard(0)
+        local = torch.zeros(3 if rank == 0 else 1, 5)
+        weight = DTensor.from_local(
+            local, mesh, [placement], run_check=False, shape=torch.Size((5, 5)), stride=(5, 1)
+        )
+        model["tp"].weight = nn.Parameter(weight)
+    optim = torch.optim.SGD(model.parameters())
+    state: dict[str, Any] = {"optim": optim.state_dict(), "model": FlatModelState(model)}
+    if call == "save":
+        planner = FlatOptimSavePlanner(model, optim)
+        dcp.save(state, storage_writer=FileSystemWriter(path), planner=planner)
+    elif call == "load":
+        dcp.load(
+            {"optim": {}},
+            storage_reader=FileSystemReader(path),
+            planner=FlatOptimLoadPlanner(model, optim),
+        )
+    else:
+        dcp.load(
+            {"model": state["model"]},
+            storage_reader=FileSystemReader(path),
+            planner=FlatOptimLoadPlanner(model, {}),
+        )
+
+
+@pytest.mark.parametrize("call", ["save", "load", "load model"])
+def test_what_one_rank_finds_is_raised_on_all(tmp_path: Path, call: str) -> None:
+    match = "tp.weight: expected each rank to hold one box" if call == "save" else "a local shard"
+    with pytest.raises(RankError, match=match) as caught:
+        run_ranks(_known_to_one, 2, str(tmp_path), call)
+    assert caught.value.all_raised("LayoutError")
 
 
 def test_shards_that_are_no_box_are_refused() -> None:
@@ -407,15 +461,10 @@ def _fsdp2_over_tp_boxes(rank: int, world: int, size: int) -> list[int]:
             "p", nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
         )
         fully_shard(model, mesh=mesh["dp"])
-        optim = torch.optim.SGD(model.parameters())
-        try:
-            target = describe_target(model, optim)
-        except LayoutError as error:
-            assert "p: expected FSDP2 to hold the rows that its DTensor stands for" in str(error)
-            with pytest.raises(LayoutError, match="expected FSDP2 to hold"):
-                FlatModelState(model).state_dict()
+        if _refused(model, "p: expected FSDP2 to hold the rows that its DTensor stands for"):
             refused.append(rows)
             continue
+        target = describe_target(model, torch.optim.SGD(model.parameters()))
         local = _local(next(model.parameters()))
         part = target.layout.params[0].part or ((0, 0), (rows, 2))
         (row, column), (count, width) = part
