@@ -41,7 +41,7 @@ class FormLoad(OptimLoad):
         self._fqn_of: dict[str, str] = {}  # key of an entry -> the parameter that it is state of
 
     def plan(self) -> LoadSchedule:
-        self.schedule = schedule = check_params(self.target, self.index, self.key)
+        self.schedule = schedule = check_params(self.target, self.index, self.key, self.quantized)
         if self.idle:
             return schedule
         unknown = set(self.index.state) - set(self.names())

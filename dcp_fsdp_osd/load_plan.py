@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from .checkpoint_index import CheckpointIndex
 from .errors import CheckpointMismatchError
 from .fsdp import Target
+from .geometry import Box
 from .layout import ParamLayout, Piece
 from .load_schedule import (
     EMPTY,
@@ -36,6 +37,7 @@ from .load_schedule import (
     whole_chunk,
 )
 from .optim_state import param_id
+from .quantized_load import QuantizedLoad
 from .tree import Path, dotted, leaves
 
 __all__ = ["check_params", "plan_load"]
@@ -51,7 +53,11 @@ _BY_NUMBER = (
 
 
 def plan_load(
-    target: Target, index: CheckpointIndex, live: Mapping[str, Any], key: str
+    target: Target,
+    index: CheckpointIndex,
+    live: Mapping[str, Any],
+    key: str,
+    quantized: QuantizedLoad,
 ) -> LoadSchedule:
     """Plan the reads of one optimizer on one rank.
 
@@ -60,27 +66,36 @@ def plan_load(
         index: what the checkpoint has of it.
         live: the state dict that is loaded into; ``{}`` if it is to be made anew.
         key: of the optimizer, for messages.
+        quantized: by which ``live`` was split.
 
     Raises:
         CorruptCheckpointError: a saved tensor lacks elements that this rank needs.
     """
-    planner = _Planner(target, index, live, key)
+    planner = _Planner(target, index, live, key, quantized)
     planner.plan()
     return planner.result
 
 
-def check_params(target: Target, index: CheckpointIndex, key: str) -> LoadSchedule:
+def check_params(
+    target: Target, index: CheckpointIndex, key: str, quantized: QuantizedLoad
+) -> LoadSchedule:
     """Only the problems of :func:`plan_load`, as far as they do not depend on how ranks shard."""
-    planner = _Planner(target, index, {}, key)
+    planner = _Planner(target, index, {}, key, quantized)
     planner.check()
     return planner.result
 
 
 class _Planner:
     def __init__(
-        self, target: Target, index: CheckpointIndex, live: Mapping[str, Any], key: str
+        self,
+        target: Target,
+        index: CheckpointIndex,
+        live: Mapping[str, Any],
+        key: str,
+        quantized: QuantizedLoad,
     ) -> None:
         self.target = target
+        self.quantized = quantized
         self.layout = target.layout
         self.index = index
         self.live = live
@@ -114,7 +129,9 @@ class _Planner:
         for number, param in enumerate(self.layout.params):
             sources = self._sources(param)
             self._check_present(number, param, sources)
-            if self._misshapen(param, sources, whole=True):
+            quantized = self.quantized.check_whole(number, self._keys(sources))
+            self.problems += quantized
+            if self._misshapen(param, sources, whole=True) or quantized:
                 self.result.keep.add(number)
         for fqn in self.index.opaque:
             self.problems.append(f"{fqn}: has state that was saved per rank, as no whole tensor")
@@ -152,6 +169,10 @@ class _Planner:
     def _sources(self, param: ParamLayout) -> dict[str, str]:
         return {fqn: name for fqn in param.fqns if (name := self._source(fqn)) is not None}
 
+    def _keys(self, sources: Mapping[str, str]) -> dict[str, Path]:
+        """Key -> path of what the checkpoint has of a parameter."""
+        return {key: p for name in sources.values() for p, key in self.index.state[name].items()}
+
     def _plan_param(self, number: int, param: ParamLayout) -> list[ReadItem]:
         sources = self._sources(param)
         opaque = self._opaque_keys(param)
@@ -163,6 +184,11 @@ class _Planner:
             return []
         items: list[ReadItem] = []
         first = len(self.result.leaves)
+        problems = self.quantized.check(number, self._keys(sources))
+        if problems:
+            self.problems += problems
+            self.result.keep.add(number)
+            return []
         paths = dict.fromkeys(p for name in sources.values() for p in self.index.state[name])
         for path in paths:
             keys = {
@@ -170,6 +196,9 @@ class _Planner:
                 for fqn, name in sources.items()
                 if path in self.index.state[name]
             }
+            if self.quantized.owns(number, path):
+                items += self._plan_quantized(number, param, path, keys)
+                continue
             found = self._plan_leaf(number, param, path, keys)
             if found is None:
                 self.result.keep.add(number)
@@ -208,10 +237,15 @@ class _Planner:
     ) -> bool:
         wrong = []
         for fqn, name in sources.items():
-            shape = self.layout.shape_of(fqn)
-            stored = (self.index.tensors.get(key) for key in self.index.state[name].values())
+            shape, number = self.layout.shape_of(fqn), self.layout.ids[fqn]
+            keys = {
+                path: key
+                for path, key in self.index.state[name].items()
+                if not self.quantized.owns(number, path)
+            }
+            stored = (self.index.tensors.get(key) for key in keys.values())
             sizes = {tuple(s.size) for s in stored if s is not None and s.size}
-            for path, key in self.index.state[name].items():
+            for path, key in keys.items():
                 storage = self.index.tensors.get(key)
                 if storage is None or not storage.size or tuple(storage.size) == shape:
                     continue
@@ -233,7 +267,7 @@ class _Planner:
         """State that this rank alone can load; None, and a problem, if it is only others'."""
         saved = self.index.opaque.get(param.fqns[0], {})
         own = saved.get(param.signature, {})
-        if saved and not own and not param.empty:
+        if saved and not own and not (param.empty or self.quantized.without_elements(param)):
             info = self.index.info.opaque if self.index.info is not None else {}
             held = sorted({info.get(n, "?") for keys in saved.values() for n in keys.values()})
             names = sorted({dotted(p) for keys in saved.values() for p in keys})
@@ -323,6 +357,20 @@ class _Planner:
             storage = known(stored[segment.fqn])
             items += self._read(leaf, keys[segment.fqn], storage, wanted)
         return items
+
+    def _plan_quantized(
+        self, number: int, param: ParamLayout, path: Path, keys: dict[str, str]
+    ) -> list[ReadItem]:
+        """Reads of one of the 1-D tensors that a quantized value is saved as."""
+        (key,) = keys.values()
+        storage = known(self.index.tensors.get(key))
+        start, stop = self.quantized.span(number, path, storage)
+        if start == stop:
+            return []
+        leaf = self._leaf("local", number, param.fqns[0], path, keys, storage)
+        leaf.shape = (stop - start,)
+        chunk = ChunkStorageMetadata(torch.Size((start,)), torch.Size(leaf.shape))
+        return self._read(leaf, key, storage, [(Piece(Box((start,), leaf.shape), 0), chunk)])
 
     def _leaf(  # noqa: PLR0917
         self,

@@ -21,6 +21,7 @@ from .load_schedule import Leaf, LoadSchedule
 from .memory import empty_for_reading
 from .optim_state import is_flattened, is_guarded, mark_loaded, param_id, without_guard
 from .param_groups import SavedGroups, match_groups
+from .quantized_load import QuantizedLoad
 from .tree import Path, digest, dotted, leaves, set_leaf
 
 __all__ = ["OptimLoad", "empty_dtensor"]
@@ -67,6 +68,9 @@ class OptimLoad:
         self.strict = strict
         names = [n for fqn in self.layout.ids for n in self.layout.names_of(fqn)]
         self.index = index_checkpoint(metadata, path, names)
+        self.quantized = QuantizedLoad(target, self.index, metadata, path, optim)
+        if self.applies:
+            self.live = self.quantized.split(self.live)
         self.schedule = LoadSchedule()
         self.objects: dict[str, Any] = {}
         self.scalars: dict[str, torch.Tensor] = {}
@@ -75,7 +79,7 @@ class OptimLoad:
         self._scalars_in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def plan(self) -> LoadSchedule:
-        self.schedule = plan_load(self.target, self.index, self.live, self.key)
+        self.schedule = plan_load(self.target, self.index, self.live, self.key, self.quantized)
         return self.schedule
 
     def _is_flat_form(self) -> bool:
@@ -245,6 +249,7 @@ class OptimLoad:
         self.objects.clear()
         self.scalars.clear()
         self._scalars_in_place.clear()
+        self.quantized.release()
         self.value, self.live, self._result = {}, {}, {}
 
     def _now(self) -> Sequence[Mapping[str, Any]]:
@@ -308,6 +313,7 @@ class OptimLoad:
                 for leaf in leaves_of.get(number, ()):
                     _put(values, leaf.path, self._value(leaf, number in capturable, problems))
             if values:
+                self.quantized.join(number, values)
                 state[names[number]] = values
         self._restore_int_keys(state, names)
         for leaf in leaves_of.get(None, ()):

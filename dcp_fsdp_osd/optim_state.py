@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from .errors import CheckpointMismatchError, LayoutError
 from .geometry import Box
 from .layout import FlatLayout, ParamLayout, Piece
+from .quantized import QuantizedReport, is_wrapper, local_part
+from .quantized_save import add_quantized
 from .tree import Path, digest, dotted, holds_tensor, int_mappings, leaves
 
 __all__ = [
@@ -66,6 +68,7 @@ class SavedInfo:
         opaque: key of per-rank state -> the part of the model that its rank held.
         odd: keys of whole tensors that do not have their parameter's shape.
         int_keys: paths below ``state`` of mappings whose keys are integers.
+        quantized: how each state that is quantized in blocks is made again (``Quantized``).
     """
 
     groups: Sequence[Sequence[str]] = ()
@@ -74,6 +77,7 @@ class SavedInfo:
     opaque: Mapping[str, str] = field(default_factory=dict)
     odd: Sequence[str] = ()
     int_keys: Sequence[Sequence[str]] = ()
+    quantized: Sequence[Mapping[str, Any]] = ()
 
     @staticmethod
     def pack(infos: Mapping[str, SavedInfo]) -> tuple[str, str]:
@@ -109,6 +113,7 @@ class SaveEntries:
         opaque: path of per-rank state -> what part of the model it is of.
         opaque_of: keys that this state would have if it were no per-rank state.
         odd, int_keys: as in :class:`SavedInfo`.
+        quantized: what of the above is quantized in blocks.
     """
 
     plain: dict[Path, Any] = field(default_factory=dict)
@@ -125,6 +130,7 @@ class SaveEntries:
     opaque_of: list[str] = field(default_factory=list)
     odd: list[str] = field(default_factory=list)
     int_keys: list[Path] = field(default_factory=list)
+    quantized: QuantizedReport = field(default_factory=QuantizedReport)
 
 
 def is_flattened(state_dict: Mapping[str, Any]) -> bool:
@@ -257,14 +263,11 @@ def _save_groups(groups: Any, layout: FlatLayout, key: Path, entries: SaveEntrie
 def _save_leaf(param: ParamLayout, path: Path, value: Any, key: Path, entries: SaveEntries) -> None:
     is_tensor = isinstance(value, torch.Tensor)
     distributed = isinstance(value, DTensor | ShardedTensor)
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if hasattr(local, "__tensor_flatten__"):  # its bytes and scales are not cut as it is
-        raise LayoutError(
-            f"{dotted(_state_path(key, param.fqns[0], path))}: expected a plain tensor, found a "
-            f"{type(local).__name__}, which stands for several tensors (quantized in blocks, say) "
-            f"that cannot be resharded; a load would give back plain tensors in its place. Save "
-            f"an optimizer whose state are plain tensors"
-        )
+    if is_tensor and is_wrapper(local_part(value)):
+        place = _state_path(key, param.fqns[0], path)
+        opaque_place = _opaque_path(key, param, path)
+        add_quantized(entries, param, path, value, place=place, opaque_place=opaque_place)
+        return
     opaque = param.sharded and not is_tensor and holds_tensor(value)
     if distributed or (is_tensor and not value.dim()) or not (is_tensor or opaque):
         for fqn in param.fqns:  # a scalar of a flat parameter is one of each of its FQNs

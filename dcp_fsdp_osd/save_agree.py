@@ -24,6 +24,7 @@ from .errors import LayoutError
 from .geometry import Box
 from .layout import Segment
 from .optim_state import GroupInfo
+from .quantized import QuantizedReport
 
 __all__ = [
     "Report",
@@ -55,6 +56,7 @@ class Report:
     odd: list[str] = field(default_factory=list)
     int_keys: list[list[str]] = field(default_factory=list)
     scalars: dict[str, str] = field(default_factory=dict)  # key -> digest
+    quantized: QuantizedReport = field(default_factory=QuantizedReport)
     model: bool = False  # of a model, which has no groups and whose values may differ
 
 

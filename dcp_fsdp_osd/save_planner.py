@@ -44,6 +44,7 @@ from .optim_state import (
     without_guard,
 )
 from .param_groups import merge_groups
+from .quantized_save import agree_on_quantized
 from .save_agree import (
     Report,
     check_kinds,
@@ -221,6 +222,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
                     if p[depth] != "param_groups" and p not in entries.opaque
                 }
             ),
+            quantized=entries.quantized,
         )
         users = set(entries.user)
         for where, value in entries.plain.items():  # belongs to no rank: the same everywhere
@@ -286,6 +288,9 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
             check_kinds(key, reports)
             check_scalars(key, reports)
             groups = self._plan_groups(key, reports, plans, finals)
+            quantized, renamed = agree_on_quantized(key, [r.quantized for r in reports], plans)
+            for final, names in zip(finals, renamed, strict=True):
+                final.renamed.update(names)
             drop_overlaps(reports, plans)
             absent = fill_holes(key, reports, plans)
             if any(report.model for report in reports):
@@ -299,6 +304,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
                 int_keys=[
                     list(p) for p in dict.fromkeys(tuple(p) for r in reports for p in r.int_keys)
                 ],
+                quantized=[vars(how) for how in quantized],
             )
         plans = share_out(plans, to_lowest=self.dedup_save_to_lowest_rank)
         global_plan, metadata = super().create_global_plan(plans)
@@ -357,8 +363,9 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         if isinstance(new_plan.planner_data, _FinalData):
             self._final = new_plan.planner_data
             new_plan = dataclasses.replace(new_plan, planner_data=None)
+        held = {*self.state_dict, *self._final.renamed}
         for item in new_plan.items:
-            if item.type == WriteItemType.SHARD and item.index.fqn not in self.state_dict:
+            if item.type == WriteItemType.SHARD and item.index.fqn not in held:
                 self._pieces.setdefault(item.index, _absent(item))
         return super().finish_plan(new_plan)
 
@@ -366,7 +373,11 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         """A view of the optimizer's own memory for a box; else as DCP's default planner."""
         tensor = self._pieces.get(write_item.index)
         if tensor is None:
-            return super().resolve_data(write_item)
+            found: Any = super().resolve_data(write_item)
+            flattened = write_item.type == WriteItemType.SHARD and (
+                write_item.index.fqn in self._final.renamed
+            )
+            return found.reshape(-1) if flattened else found
         return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
 
     def lookup_object(self, index: MetadataIndex) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimSavePlanner
 from tests.models import Mlp, inner, train_steps, two_groups, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, assert_same, load, save
 from tests.planners.test_interop import compare, full
-from tests.ranks import RankError, run_ranks
+from tests.ranks import run_ranks
 
 # ---------------------------------------------------------------- state under names
 
@@ -251,25 +250,3 @@ def test_adapters_over_a_frozen_base(tmp_path: Path, before: str, after: str) ->
     assert expected.keys() == names
     for found in run_ranks(_adapters, 2, str(tmp_path), after, False):
         assert_same(found, expected)
-
-
-# ---------------------------------------------------------------- state that is no plain tensor
-
-
-def _low_bit(rank: int, world: int, path: str) -> None:
-    from torchao.optim import AdamW8bit
-
-    torch.compiler.set_stance("force_eager")
-    model = fully_shard(nn.Linear(64, 128, bias=False))
-    optim = AdamW8bit(model.parameters())
-    model(torch.ones(2, 64)).sum().backward()
-    optim.step()
-    save(model, optim, path)
-
-
-def test_torchao_state_is_refused(tmp_path: Path) -> None:
-    if importlib.util.find_spec("torchao") is None:
-        pytest.skip("torchao is not installed")
-    with pytest.raises(RankError, match=r"weight\.exp_avg: .* found a OptimState8bit") as caught:
-        run_ranks(_low_bit, 2, str(tmp_path), timeout=120)
-    assert caught.value.all_raised("LayoutError")
