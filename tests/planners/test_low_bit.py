@@ -51,17 +51,23 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(())
         for number, param in enumerate(self.parameters()):
-            total = total + ((param * x[number]).sin() * param).sum()
+            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            total = total + ((whole * x[number]).sin() * whole).sum()
         return total
 
 
 def make(
-    kind: str, name: str = "AdamW8bit", *, shapes: Any = None, **options: Any
+    kind: str,
+    name: str = "AdamW8bit",
+    *,
+    shapes: Any = None,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     import torchao.optim
 
     torch.compiler.set_stance("force_eager")
-    model: nn.Module = Model(**shapes or {})
+    model: nn.Module = Model(**shapes or {}).to(dtype)
     if kind == "fsdp2":
         fully_shard(model)
     elif kind == "hsdp":
@@ -70,6 +76,11 @@ def make(
         fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=names))
     elif kind == "columns":
         fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    elif kind == "tp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for key, param in list(model.named_parameters()):
+            columns = distribute_tensor(param.detach(), mesh, [Shard(param.dim() - 1)])
+            setattr(model, key, nn.Parameter(columns))
     elif kind == "ddp":
         model = DistributedDataParallel(model)
     elif kind == "fsdp1":
@@ -163,18 +174,21 @@ def _go_on(model: nn.Module, optim: torch.optim.Optimizer, at: Any) -> None:
 
 @needs_torchao
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    ("kind", "name", "world", "options"),
     [
-        ("fsdp2", "AdamW8bit"),
-        ("fsdp2", "AdamW4bit"),
-        ("fsdp2", "AdamWFp8"),
-        ("hsdp", "AdamW8bit"),
-        ("ddp", "AdamW4bit"),
-        ("columns", "AdamW8bit"),
+        ("fsdp2", "AdamW8bit", 2, {}),
+        ("fsdp2", "AdamW8bit", 2, {"block_size": 64}),
+        ("fsdp2", "AdamW4bit", 2, {}),
+        ("fsdp2", "AdamWFp8", 2, {}),
+        ("hsdp", "AdamW8bit", 4, {}),
+        ("ddp", "AdamW4bit", 2, {"dtype": torch.bfloat16}),
+        ("columns", "AdamW8bit", 2, {}),
+        ("tp", "AdamW8bit", 4, {"shapes": {"thin": (4096, 3)}}),
     ],
 )
-def test_same_layout(tmp_path: Path, kind: str, name: str) -> None:
-    run_ranks(_same_layout, 4 if kind == "hsdp" else 2, str(tmp_path), kind, name, {}, timeout=120)
+def test_same_layout(tmp_path: Path, kind: str, name: str, world: int, options: Any) -> None:
+    """``thin``: of its columns the last rank has none."""
+    run_ranks(_same_layout, world, str(tmp_path), kind, name, options, timeout=120)
 
 
 # ---------------------------------------------------------------- other layouts
@@ -268,6 +282,8 @@ def test_parts_that_are_not_quantized(tmp_path: Path) -> None:
         if "tail.exp_avg." in key
     }
     assert sizes == {"codes": (3 * 4096,), "scale": (48,), "qmap": (256,), "plain": (3840,)}
+    assert "optim.state.few.exp_avg.codes" in metadata
+    assert "optim.state.few.exp_avg.plain" not in metadata
 
 
 def _refused(expected: str, call: Any, *args: Any, **options: Any) -> None:
