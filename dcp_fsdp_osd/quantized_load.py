@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from .checkpoint_index import CheckpointIndex
+from .errors import CorruptCheckpointError
 from .fsdp import Target
 from .layout import FlatLayout, ParamLayout
 from .optim_state import param_id
@@ -119,6 +120,9 @@ class QuantizedLoad:
 
         Args:
             keys: key -> path of all that the checkpoint has of this parameter.
+
+        Raises:
+            CorruptCheckpointError: a tensor of a quantized state is not there.
         """
         param = self._target.layout.params[number]
         problems = self._other_planners(number, keys)
@@ -230,8 +234,11 @@ class QuantizedLoad:
 
     def _quantized_elements(self, how: Quantized) -> int:
         key = dotted((*self._path, "state", how.fqn, *how.path, SCALE))
-        storage = self._tensors.get(key)
-        return 0 if storage is None else storage.size.numel() * how.block_size
+        if key not in self._tensors:
+            raise CorruptCheckpointError(
+                f"{key}: expected the scales of {how.describe()}, found no such tensor"
+            )
+        return self._tensors[key].size.numel() * how.block_size
 
     def without_elements(self, param: ParamLayout) -> bool:
         return param.kind != "flat" and interval(param) == (0, 0)
