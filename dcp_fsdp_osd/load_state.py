@@ -22,7 +22,7 @@ from .memory import empty_for_reading
 from .optim_state import is_flattened, is_guarded, mark_loaded, param_id, without_guard
 from .param_groups import SavedGroups, match_groups
 from .quantized_load import QuantizedLoad
-from .tree import Path, digest, dotted, leaves, set_leaf
+from .tree import Path, copied_dicts, digest, dotted, leaves, set_leaf
 
 __all__ = ["OptimLoad", "empty_dtensor"]
 
@@ -308,7 +308,7 @@ class OptimLoad:
             elif param.empty:
                 values = self._initial(number, kept)
             else:
-                values = {} if kept is None or self.strict else _copied(kept)
+                values = {} if kept is None or self.strict else copied_dicts(kept)
                 values.update(without_tensors.get(number) or {})
                 for leaf in leaves_of.get(number, ()):
                     _put(values, leaf.path, self._value(leaf, number in capturable, problems))
@@ -371,11 +371,6 @@ def _put(values: dict[Any, Any], path: Path, value: Any) -> None:
         set_leaf(values, path, value)
     else:
         values.update(value)
-
-
-def _copied(value: Any) -> Any:
-    """A copy of nested dicts that shares all other values."""
-    return {k: _copied(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _plain(value: Any) -> Any:

@@ -26,7 +26,7 @@ from .quantized import (
     local_part,
     split,
 )
-from .tree import Path, dotted, leaves, set_leaf
+from .tree import Path, copied_dicts, dotted, leaves, set_leaf
 
 __all__ = ["QuantizedLoad", "quantized_states"]
 
@@ -105,7 +105,7 @@ class QuantizedLoad:
                 parts[path] = {PLAIN: local.detach().view(-1)} if local.numel() else {}
         if not parts:
             return state
-        copied = _nested(state)
+        copied = copied_dicts(state)
         for path, inner in parts.items():
             if inner:
                 set_leaf(copied, path, inner)
@@ -342,8 +342,3 @@ def _at(state: Any, path: Path) -> Any:
             return None
         state = state.get(step)
     return state
-
-
-def _nested(value: Any) -> Any:
-    """A copy of nested dicts that shares all other values."""
-    return {k: _nested(v) for k, v in value.items()} if isinstance(value, dict) else value

@@ -17,6 +17,7 @@ from .errors import LayoutError
 
 __all__ = [
     "Path",
+    "copied_dicts",
     "digest",
     "digest_scalars",
     "dotted",
@@ -95,6 +96,11 @@ def set_leaf(root: dict[Any, Any], path: Path, value: Any) -> None:
     if isinstance(last, int):
         here.extend([None] * (last + 1 - len(here)))
     here[last] = value
+
+
+def copied_dicts(value: Any) -> Any:
+    """A copy of nested dicts that shares all other values."""
+    return {k: copied_dicts(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def digest(value: Any) -> str:
