@@ -127,7 +127,7 @@ def main() -> None:
     """Run, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="128 MiB, 2 rounds, world sizes 1, 2")
-    parser.add_argument("--mib", type=int, help="state in MiB, a multiple of 64 (default 512)")
+    parser.add_argument("--mib", type=int, help="state in MiB, a multiple of 64 (default 1024)")
     parser.add_argument("--rounds", type=int, help="measured rounds (default 3)")
     parser.add_argument("--worlds", type=int, nargs="+", help="world sizes (default 1 2 4)")
     parser.add_argument("--save", type=int, nargs="*", help="world sizes of the saves alone")
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where on the local disk (default: the temporary folder)")
     parser.add_argument("--json", help="write all figures here")
     options = parser.parse_args()
-    mib = options.mib or (128 if options.quick else 512)
+    mib = options.mib or (128 if options.quick else 1024)
     rounds = options.rounds or (2 if options.quick else 3)
     worlds = options.worlds or ([1, 2] if options.quick else [1, 2, 4])
     saves = worlds if options.save is None else options.save
