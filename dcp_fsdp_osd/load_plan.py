@@ -25,12 +25,12 @@ from .errors import CheckpointMismatchError
 from .fsdp import Target
 from .geometry import Box
 from .layout import ParamLayout, Piece
+from .load_match import SavedParams
 from .load_schedule import (
     EMPTY,
     Leaf,
     LoadSchedule,
     covering_reads,
-    factored_shapes,
     first_known,
     known,
     object_item,
@@ -41,15 +41,6 @@ from .quantized_load import QuantizedLoad
 from .tree import Path, dotted, leaves
 
 __all__ = ["check_params", "plan_load"]
-
-_BY_NUMBER = (
-    "expected parameters under their names, found them under numbers: optim.state_dict() was "
-    "saved with DCP's default planner, or after FSDP.rekey_optim_state_dict. Which number is which "
-    "parameter is not in the checkpoint. Load it with DCP's default planner into "
-    "optim.state_dict() of the same model and optimizer (through FSDP.rekey_optim_state_dict to "
-    "OptimStateKeyType.PARAM_NAME if it was rekeyed), and save it again with FlatOptimSavePlanner. "
-    "If it was sharded FSDP1 state, it holds no more than one rank's pieces, and the rest is lost"
-)
 
 
 def plan_load(
@@ -102,42 +93,24 @@ class _Planner:
         self.key = key
         self.result = LoadSchedule()
         self.problems = self.result.problems
-        groups = index.known_groups()
-        self.odd = set(index.info.odd if index.info is not None else ())
-        self.in_groups = None if groups is None else {name for group in groups for name in group}
+        self.saved = SavedParams(target.layout, index, key, quantized, self.result)
         self.live_of = {param_id(k, self.layout): v for k, v in live.get("state", {}).items()}
 
-    def _nothing(self) -> bool:
-        if self.index.by_number:
-            self.problems.append(f"{self.key}: {_BY_NUMBER}")
-        elif not self.index.empty:
-            return False
-        else:
-            self.problems.append(
-                f"{self.key}: saved as one object (flatten_state_dict=False; or no tensor in it, "
-                f"by torch before 2.4), which cannot be read in parts; load it with DCP's default "
-                f"planner and save it again"
-                if self.index.one_object
-                else f"{self.key}: nothing in the checkpoint under this key"
-            )
-        self.result.keep.update(range(len(self.layout.params)))
-        return True
-
     def check(self) -> None:
-        if self._nothing():
+        if self.saved.nothing():
             return
         for number, param in enumerate(self.layout.params):
-            sources = self._sources(param)
-            self._check_present(number, param, sources)
-            quantized = self.quantized.check_whole(number, self._keys(sources))
+            sources = self.saved.sources(param)
+            self.saved.check_present(number, param, sources)
+            quantized = self.quantized.check_whole(number, self.saved.keys(sources))
             self.problems += quantized
-            if self._misshapen(param, sources, whole=True) or quantized:
+            if self.saved.misshapen(param, sources, whole=True) or quantized:
                 self.result.keep.add(number)
         for fqn in self.index.opaque:
             self.problems.append(f"{fqn}: has state that was saved per rank, as no whole tensor")
 
     def plan(self) -> None:
-        if self._nothing():
+        if self.saved.nothing():
             return
         items = self.result.items
         for number, param in enumerate(self.layout.params):
@@ -156,35 +129,18 @@ class _Planner:
                     items += self._read(leaf, name, storage, [(None, whole_chunk(storage))])
         items += [object_item(name) for name in self.index.whole_objects()]
 
-    def _source(self, fqn: str) -> str | None:
-        """The name under which the checkpoint has state of ``fqn``, if any."""
-        found = [n for n in self.layout.names_of(fqn) if n in self.index.state]
-        if len(found) > 1:
-            self.problems.append(
-                f"{fqn}: tied parameters are one here, but the checkpoint has state of each of "
-                f"{', '.join(found)}"
-            )
-        return found[0] if found else None
-
-    def _sources(self, param: ParamLayout) -> dict[str, str]:
-        return {fqn: name for fqn in param.fqns if (name := self._source(fqn)) is not None}
-
-    def _keys(self, sources: Mapping[str, str]) -> dict[str, Path]:
-        """Key -> path of what the checkpoint has of a parameter."""
-        return {key: p for name in sources.values() for p, key in self.index.state[name].items()}
-
     def _plan_param(self, number: int, param: ParamLayout) -> list[ReadItem]:
-        sources = self._sources(param)
-        opaque = self._opaque_keys(param)
-        self._check_present(number, param, sources)
-        if self._misshapen(param, sources) or opaque is None:
+        sources = self.saved.sources(param)
+        opaque = self.saved.opaque_keys(param)
+        self.saved.check_present(number, param, sources)
+        if self.saved.misshapen(param, sources) or opaque is None:
             self.result.keep.add(number)
             return []
-        if not (sources or opaque) or param.empty or self._was_absent(param, sources):
+        if not (sources or opaque) or param.empty or self.saved.was_absent(param, sources):
             return []
         items: list[ReadItem] = []
         first = len(self.result.leaves)
-        problems = self.quantized.check(number, self._keys(sources))
+        problems = self.quantized.check(number, self.saved.keys(sources))
         if problems:
             self.problems += problems
             self.result.keep.add(number)
@@ -220,87 +176,6 @@ class _Planner:
     def _skipped(self, item: ReadItem) -> bool:
         found = self.result.destinations.get(item.dest_index)
         return found is not None and found[0].kind == "skipped"
-
-    def _check_present(self, number: int, param: ParamLayout, sources: Mapping[str, str]) -> None:
-        """An FQN that is in no saved group is missing; one without state only has none."""
-        saved = self.in_groups
-        if saved is None:
-            return  # known when the groups are read
-        for fqn in param.fqns:
-            if fqn not in sources and not saved.intersection(self.layout.names_of(fqn)):
-                self.problems.append(f"{fqn}: not in the checkpoint")
-                if not sources:
-                    self.result.keep.add(number)
-
-    def _misshapen(
-        self, param: ParamLayout, sources: Mapping[str, str], *, whole: bool = False
-    ) -> bool:
-        wrong = []
-        for fqn, name in sources.items():
-            shape, number = self.layout.shape_of(fqn), self.layout.ids[fqn]
-            keys = {
-                path: key
-                for path, key in self.index.state[name].items()
-                if not self.quantized.owns(number, path)
-            }
-            stored = (self.index.tensors.get(key) for key in keys.values())
-            sizes = {tuple(s.size) for s in stored if s is not None and s.size}
-            for path, key in keys.items():
-                storage = self.index.tensors.get(key)
-                if storage is None or not storage.size or tuple(storage.size) == shape:
-                    continue
-                factored = key in self.odd or factored_shapes(sizes, shape)
-                if factored and (whole or (not param.sharded and len(param.fqns) == 1)):
-                    continue
-                what = f"{dotted((fqn, *path))}: shape {tuple(storage.size)} in the checkpoint"
-                if factored:
-                    wrong.append(
-                        f"{what} is that of state of an unsharded parameter, {shape}, which "
-                        f"cannot be cut for the current layout (rank holds {param.describe()})"
-                    )
-                else:
-                    wrong.append(f"{what}, the parameter has {shape}")
-        self.problems += wrong
-        return bool(wrong)
-
-    def _opaque_keys(self, param: ParamLayout) -> dict[Path, str] | None:
-        """State that this rank alone can load; None, and a problem, if it is only others'."""
-        saved = self.index.opaque.get(param.fqns[0], {})
-        own = saved.get(param.signature, {})
-        if saved and not own and not (param.empty or self.quantized.without_elements(param)):
-            info = self.index.info.opaque if self.index.info is not None else {}
-            held = sorted({info.get(n, "?") for keys in saved.values() for n in keys.values()})
-            names = sorted({dotted(p) for keys in saved.values() for p in keys})
-            self.problems.append(
-                f"{param.fqns[0]}: state {', '.join(names)} was saved per rank and cannot be "
-                f"resharded: saved for {'; '.join(held)}, this rank holds {param.describe()}. Load "
-                f"at the world size and wrapping of the save"
-            )
-            return None
-        return own
-
-    def _was_absent(self, param: ParamLayout, sources: Mapping[str, str]) -> bool:
-        """Whether, when it was saved, no rank had state for any element that we hold."""
-        info = self.index.info
-        if info is None or not info.absent or not any(s.numel for s in param.segments):
-            return False
-        for segment in param.segments:
-            if not segment.numel:
-                continue
-            keys = [
-                key
-                for key in self.index.state.get(sources.get(segment.fqn, ""), {}).values()
-                if key in self.index.tensors and self.index.tensors[key].size
-            ]
-            part = segment.part
-            where = [] if part is None else [list(part.offsets), list(part.sizes)]
-            for key in keys:
-                spans = [span for span in info.absent.get(key, ()) if span[2:] == where]
-                if not any(a <= segment.start and segment.stop <= b for a, b, *_ in spans):
-                    return False
-            if not keys:
-                return False
-        return True
 
     def _plan_leaf(
         self, number: int, param: ParamLayout, path: Path, keys: dict[str, str]

@@ -1,0 +1,166 @@
+"""What a checkpoint has of each parameter, and what of that cannot be loaded here.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .checkpoint_index import CheckpointIndex
+from .layout import FlatLayout, ParamLayout
+from .load_schedule import LoadSchedule, factored_shapes
+from .quantized_load import QuantizedLoad
+from .tree import Path, dotted
+
+__all__ = ["SavedParams"]
+
+_BY_NUMBER = (
+    "expected parameters under their names, found them under numbers: optim.state_dict() was "
+    "saved with DCP's default planner, or after FSDP.rekey_optim_state_dict. Which number is which "
+    "parameter is not in the checkpoint. Load it with DCP's default planner into "
+    "optim.state_dict() of the same model and optimizer (through FSDP.rekey_optim_state_dict to "
+    "OptimStateKeyType.PARAM_NAME if it was rekeyed), and save it again with FlatOptimSavePlanner. "
+    "If it was sharded FSDP1 state, it holds no more than one rank's pieces, and the rest is lost"
+)
+
+
+class SavedParams:
+    """Finds the saved state of parameters; problems go to ``result`` as lines.
+
+    Args:
+        key: of the optimizer, for messages.
+        result: gets problems, and the numbers of parameters that cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        index: CheckpointIndex,
+        key: str,
+        quantized: QuantizedLoad,
+        result: LoadSchedule,
+    ) -> None:
+        self.layout = layout
+        self.index = index
+        self.key = key
+        self.quantized = quantized
+        self.result = result
+        self.problems = result.problems
+        groups = index.known_groups()
+        self.odd = set(index.info.odd if index.info is not None else ())
+        self.in_groups = None if groups is None else {name for group in groups for name in group}
+
+    def nothing(self) -> bool:
+        """Whether the checkpoint has nothing of the optimizer that could be read; told as such."""
+        if self.index.by_number:
+            self.problems.append(f"{self.key}: {_BY_NUMBER}")
+        elif not self.index.empty:
+            return False
+        else:
+            self.problems.append(
+                f"{self.key}: saved as one object (flatten_state_dict=False; or no tensor in it, "
+                f"by torch before 2.4), which cannot be read in parts; load it with DCP's default "
+                f"planner and save it again"
+                if self.index.one_object
+                else f"{self.key}: nothing in the checkpoint under this key"
+            )
+        self.result.keep.update(range(len(self.layout.params)))
+        return True
+
+    def _source(self, fqn: str) -> str | None:
+        """The name under which the checkpoint has state of ``fqn``, if any."""
+        found = [n for n in self.layout.names_of(fqn) if n in self.index.state]
+        if len(found) > 1:
+            self.problems.append(
+                f"{fqn}: tied parameters are one here, but the checkpoint has state of each of "
+                f"{', '.join(found)}"
+            )
+        return found[0] if found else None
+
+    def sources(self, param: ParamLayout) -> dict[str, str]:
+        """FQN -> the name under which the checkpoint has its state."""
+        return {fqn: name for fqn in param.fqns if (name := self._source(fqn)) is not None}
+
+    def keys(self, sources: Mapping[str, str]) -> dict[str, Path]:
+        """Key -> path of what the checkpoint has of a parameter."""
+        return {key: p for name in sources.values() for p, key in self.index.state[name].items()}
+
+    def check_present(self, number: int, param: ParamLayout, sources: Mapping[str, str]) -> None:
+        """An FQN that is in no saved group is missing; one without state only has none."""
+        saved = self.in_groups
+        if saved is None:
+            return  # known when the groups are read
+        for fqn in param.fqns:
+            if fqn not in sources and not saved.intersection(self.layout.names_of(fqn)):
+                self.problems.append(f"{fqn}: not in the checkpoint")
+                if not sources:
+                    self.result.keep.add(number)
+
+    def misshapen(
+        self, param: ParamLayout, sources: Mapping[str, str], *, whole: bool = False
+    ) -> bool:
+        """Whether some saved tensor has another shape than its parameter."""
+        wrong = []
+        for fqn, name in sources.items():
+            shape, number = self.layout.shape_of(fqn), self.layout.ids[fqn]
+            keys = {
+                path: key
+                for path, key in self.index.state[name].items()
+                if not self.quantized.owns(number, path)
+            }
+            stored = (self.index.tensors.get(key) for key in keys.values())
+            sizes = {tuple(s.size) for s in stored if s is not None and s.size}
+            for path, key in keys.items():
+                storage = self.index.tensors.get(key)
+                if storage is None or not storage.size or tuple(storage.size) == shape:
+                    continue
+                factored = key in self.odd or factored_shapes(sizes, shape)
+                if factored and (whole or (not param.sharded and len(param.fqns) == 1)):
+                    continue
+                what = f"{dotted((fqn, *path))}: shape {tuple(storage.size)} in the checkpoint"
+                if factored:
+                    wrong.append(
+                        f"{what} is that of state of an unsharded parameter, {shape}, which "
+                        f"cannot be cut for the current layout (rank holds {param.describe()})"
+                    )
+                else:
+                    wrong.append(f"{what}, the parameter has {shape}")
+        self.problems += wrong
+        return bool(wrong)
+
+    def opaque_keys(self, param: ParamLayout) -> dict[Path, str] | None:
+        """State that this rank alone can load; None, and a problem, if it is only others'."""
+        saved = self.index.opaque.get(param.fqns[0], {})
+        own = saved.get(param.signature, {})
+        if saved and not own and not (param.empty or self.quantized.without_elements(param)):
+            info = self.index.info.opaque if self.index.info is not None else {}
+            held = sorted({info.get(n, "?") for keys in saved.values() for n in keys.values()})
+            names = sorted({dotted(p) for keys in saved.values() for p in keys})
+            self.problems.append(
+                f"{param.fqns[0]}: state {', '.join(names)} was saved per rank and cannot be "
+                f"resharded: saved for {'; '.join(held)}, this rank holds {param.describe()}. Load "
+                f"at the world size and wrapping of the save"
+            )
+            return None
+        return own
+
+    def was_absent(self, param: ParamLayout, sources: Mapping[str, str]) -> bool:
+        """Whether, when it was saved, no rank had state for any element that we hold."""
+        info = self.index.info
+        if info is None or not info.absent or not any(s.numel for s in param.segments):
+            return False
+        for segment in param.segments:
+            if not segment.numel:
+                continue
+            keys = [
+                key
+                for key in self.index.state.get(sources.get(segment.fqn, ""), {}).values()
+                if key in self.index.tensors and self.index.tensors[key].size
+            ]
+            part = segment.part
+            where = [] if part is None else [list(part.offsets), list(part.sizes)]
+            for key in keys:
+                spans = [span for span in info.absent.get(key, ()) if span[2:] == where]
+                if not any(a <= segment.start and segment.stop <= b for a, b, *_ in spans):
+                    return False
+            if not keys:
+                return False
+        return True
