@@ -11,49 +11,35 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from dcp_fsdp_osd.errors import StorageError
 
 __all__ = ["BlockHasher", "Checksum", "best_checksum", "checksum_named"]
 
 
-class Checksum(Protocol):
-    """One algorithm.  Values are unsigned 32-bit; 0 is the checksum of nothing."""
+@dataclass(frozen=True)
+class Checksum:
+    """One algorithm.  Values are unsigned 32-bit; 0 is the checksum of nothing.
 
-    @property
-    def name(self) -> str:
-        """What the metadata calls it."""
+    Attributes:
+        name: what the metadata calls it.
+        raw: the checksum of what its second argument is the checksum of, followed by the first.
+    """
+
+    name: str
+    raw: Callable[[memoryview | bytes, int], int]
 
     def extend(self, crc: int, data: memoryview | bytes) -> int:
         """The checksum of what `crc` is the checksum of, followed by `data`."""
-
-    def blocks(self, data: memoryview, block: int) -> list[int]:
-        """The checksum of each `block` bytes of `data`, whose length is a multiple of it."""
-
-
-@dataclass(frozen=True)
-class _Zlib:
-    name: str = "crc32"
-
-    def extend(self, crc: int, data: memoryview | bytes) -> int:
-        return zlib.crc32(data, crc)
-
-    def blocks(self, data: memoryview, block: int) -> list[int]:
-        return [zlib.crc32(data[at : at + block]) for at in range(0, len(data), block)]
-
-
-@dataclass(frozen=True)
-class _Castagnoli:
-    raw: Callable[[memoryview | bytes, int], int]
-    name: str = "crc32c"
-
-    def extend(self, crc: int, data: memoryview | bytes) -> int:
         return self.raw(data, crc)
 
     def blocks(self, data: memoryview, block: int) -> list[int]:
+        """The checksum of each `block` bytes of `data`, whose length is a multiple of it."""
         raw = self.raw
         return [raw(data[at : at + block], 0) for at in range(0, len(data), block)]
+
+
+_ZLIB = Checksum("crc32", zlib.crc32)
 
 
 def _castagnoli(*, fast: bool) -> Checksum | None:
@@ -61,14 +47,14 @@ def _castagnoli(*, fast: bool) -> Checksum | None:
         from crc32c import crc32c, hardware_based
     except ImportError:
         return None
-    return _Castagnoli(crc32c) if hardware_based or not fast else None
+    return Checksum("crc32c", crc32c) if hardware_based or not fast else None
 
 
 def best_checksum() -> Checksum:
     """The fastest algorithm there is: crc32c where it is installed and the CPU has instructions
     for it, else zlib's crc32.
     """
-    return _castagnoli(fast=True) or _Zlib()
+    return _castagnoli(fast=True) or _ZLIB
 
 
 def checksum_named(name: str) -> Checksum:
@@ -78,7 +64,7 @@ def checksum_named(name: str) -> Checksum:
         StorageError: the package that computes it is not installed, or `name` is unknown.
     """
     if name == "crc32":
-        return _Zlib()
+        return _ZLIB
     found = _castagnoli(fast=False) if name == "crc32c" else None
     if found is None:
         raise StorageError(
