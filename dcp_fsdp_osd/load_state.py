@@ -21,6 +21,7 @@ from .load_schedule import Leaf, LoadSchedule
 from .memory import empty_for_reading
 from .optim_state import is_flattened, is_guarded, mark_loaded, param_id, without_guard
 from .param_groups import SavedGroups, match_groups
+from .placements import like_param
 from .quantized_load import QuantizedLoad
 from .tree import Path, copied_dicts, digest, dotted, leaves, set_leaf
 
@@ -382,14 +383,7 @@ def empty_dtensor(like: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor
     if not isinstance(like, DTensor):
         raise CheckpointMismatchError(f"expected a DTensor parameter, found {type(like).__name__}")
     local = empty_for_reading(like.to_local().shape, dtype, like.to_local().device)
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return like_param(local, like)
 
 
 def _zero_gaps(leaf: Leaf, tensor: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .geometry import Box
 
-__all__ = ["dtensor_problem", "local_box", "wrong_rows"]
+__all__ = ["dtensor_problem", "like_param", "local_box", "wrong_rows"]
 
 _Rows = tuple[range, ...]
 
@@ -41,6 +41,21 @@ def local_box(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Si
     """This rank's box of a DTensor; without elements where it has none."""
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return Box(tuple(offsets), tuple(sizes))
+
+
+def like_param(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """``local`` itself, or for a DTensor parameter the DTensor of its placements."""
+    if not isinstance(param, DTensor):
+        return local
+    value = DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+    return value.to(param.device)  # an offloaded parameter's device is not its mesh's
 
 
 def dtensor_problem(fqn: str, value: DTensor) -> str:

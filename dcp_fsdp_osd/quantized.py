@@ -29,6 +29,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .layout import ParamLayout
+from .placements import like_param
 from .tree import Path, digest
 
 __all__ = [
@@ -37,7 +38,6 @@ __all__ = [
     "interval",
     "is_wrapper",
     "join",
-    "like_param",
     "local_part",
     "split",
 ]
@@ -188,21 +188,6 @@ def join(how: Quantized, inner: Mapping[str, torch.Tensor], param: torch.Tensor)
     return like_param(
         how.find_type().__tensor_unflatten__(tensors, attributes, shape, stride), param
     )
-
-
-def like_param(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """``local`` itself, or for a DTensor parameter the DTensor of its placements."""
-    if not isinstance(param, DTensor):
-        return local
-    value = DTensor.from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
-    return value.to(param.device)  # an offloaded parameter's device is not its mesh's
 
 
 def interval(param: ParamLayout) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from .errors import CorruptCheckpointError
 from .fsdp import Target
 from .layout import FlatLayout, ParamLayout
 from .optim_state import param_id
+from .placements import like_param
 from .quantized import (
     CODES,
     PLAIN,
@@ -22,13 +23,16 @@ from .quantized import (
     interval,
     is_wrapper,
     join,
-    like_param,
     local_part,
     split,
 )
-from .tree import Path, copied_dicts, dotted, leaves, set_leaf
+from .tree import Path, copied_dicts, dotted, leaf_at, leaves, set_leaf
 
 __all__ = ["QuantizedLoad", "quantized_states"]
+
+
+_Live = tuple[Quantized | None, torch.Tensor]
+"""How a live value is quantized, None if it is not; and the value."""
 
 
 def quantized_states(
@@ -68,7 +72,7 @@ class QuantizedLoad:
         self._tensors = index.tensors
         self._path = path
         self._optim = optim
-        self._saved: dict[tuple[int, Path], Quantized] = {}
+        self._saved: dict[int, dict[Path, Quantized]] = {}
         packed = index.info.quantized if index.info is not None else ()
         self._pickled = _pickled(metadata, index.tensors) if index.info is None else set()
         for (number, where), hows in quantized_states(packed, target.layout).items():
@@ -76,8 +80,8 @@ class QuantizedLoad:
             own = ("", param.signature)
             for how in hows:  # one for other parts is a problem that the opaque state tells
                 if how.signature in own or self.without_elements(param):
-                    self._saved[number, where] = how
-        self._live: dict[tuple[int, Path], tuple[Quantized | None, torch.Tensor]] = {}
+                    self._saved.setdefault(number, {})[where] = how
+        self._live: dict[int, dict[Path, _Live]] = {}
 
     # ------------------------------------------------------------ what is loaded into
 
@@ -91,6 +95,7 @@ class QuantizedLoad:
 
     def _split(self, number: int, state: Any) -> Any:
         param = self._target.layout.params[number]
+        saved, mine = self._saved.get(number, {}), self._live.setdefault(number, {})
         parts: dict[Path, dict[str, torch.Tensor]] = {}
         for path, value in leaves(state):
             if not path or not isinstance(value, torch.Tensor):
@@ -99,9 +104,9 @@ class QuantizedLoad:
             if is_wrapper(local):
                 found = split(value, param, path)
                 if found is not None:
-                    self._live[number, path], parts[path] = (found[0], value), found[1]
-            elif (number, path) in self._saved and local.is_contiguous():
-                self._live[number, path] = None, value
+                    mine[path], parts[path] = (found[0], value), found[1]
+            elif path in saved and local.is_contiguous():
+                mine[path] = None, value
                 parts[path] = {PLAIN: local.detach().view(-1)} if local.numel() else {}
         if not parts:
             return state
@@ -110,8 +115,13 @@ class QuantizedLoad:
             if inner:
                 set_leaf(copied, path, inner)
             else:  # nothing to load; join() puts it back
-                _at(copied, path[:-1]).pop(path[-1])
+                leaf_at(copied, path[:-1]).pop(path[-1])
         return copied
+
+    def _values(self, number: int) -> list[tuple[Path, Quantized | None, _Live | None]]:
+        """Each quantized value of a parameter, as it is saved and as it is live."""
+        saved, live = self._saved.get(number, {}), self._live.get(number, {})
+        return [(path, saved.get(path), live.get(path)) for path in dict.fromkeys([*saved, *live])]
 
     # ------------------------------------------------------------ planning
 
@@ -128,9 +138,8 @@ class QuantizedLoad:
         problems = self._other_planners(number, keys)
         if problems:
             return problems
-        for path in dict.fromkeys(p for n, p in [*self._saved, *self._live] if n == number):
+        for path, how, live in self._values(number):
             label = dotted((param.fqns[0], *path))
-            how, live = self._saved.get((number, path)), self._live.get((number, path))
             if how is not None:
                 problem = self._problem(param, how, live)
             elif live is not None and live[0] is not None and path in keys.values():
@@ -148,7 +157,7 @@ class QuantizedLoad:
         self,
         param: ParamLayout,
         how: Quantized,
-        live: tuple[Quantized | None, torch.Tensor] | None,
+        live: _Live | None,
     ) -> str:
         saved = f"{how.describe()} in the checkpoint"
         if param.kind == "flat":
@@ -186,7 +195,7 @@ class QuantizedLoad:
     def _kind_problem(
         self,
         how: Quantized,
-        live: tuple[Quantized | None, torch.Tensor] | None,
+        live: _Live | None,
         quantized: bool,
     ) -> str:
         saved = how.describe() if quantized else f"plain torch.{how.dtype} on this rank"
@@ -248,8 +257,8 @@ class QuantizedLoad:
         return self._other_planners(number, keys) + [
             f"{dotted((how.fqn, *how.path))}: {how.describe()} in the checkpoint; load into an "
             f"empty dict with form='flat', and that with optim.load_state_dict"
-            for (n, _), how in self._saved.items()
-            if n == number and not how.signature
+            for how in self._saved.get(number, {}).values()
+            if not how.signature
         ]
 
     def _other_planners(self, number: int, keys: Mapping[str, Path]) -> list[str]:
@@ -267,12 +276,12 @@ class QuantizedLoad:
 
     def owns(self, number: int | None, path: Path) -> bool:
         """Whether an entry at ``path`` is a part of a value that is saved as quantized."""
-        return number is not None and (number, path[:-1]) in self._saved
+        return number is not None and path[:-1] in self._saved.get(number, {})
 
     def span(self, number: int, path: Path, storage: TensorStorageMetadata) -> tuple[int, int]:
         """The elements of the entry at ``path`` that this rank reads; for what :meth:`check` finds
         nothing wrong with."""
-        how = self._saved[number, path[:-1]]
+        how = self._saved[number][path[:-1]]
         part = interval(self._target.layout.params[number])
         if how.signature:
             return 0, storage.size.numel()
@@ -296,9 +305,8 @@ class QuantizedLoad:
         What was loaded in place is the optimizer's own value, where it is the same memory.
         """
         param = self._target.params[number]
-        for path in dict.fromkeys(p for n, p in [*self._saved, *self._live] if n == number):
-            how, live = self._saved.get((number, path)), self._live.get((number, path))
-            inner = _at(state, path)
+        for path, how, live in self._values(number):
+            inner = leaf_at(state, path)
             if isinstance(inner, Mapping):
                 first = next(iter(inner.values()))
                 if live is not None and _same_memory(local_part(live[1]), first):
@@ -334,11 +342,3 @@ def _pickled(metadata: Metadata, tensors: Mapping[str, TensorStorageMetadata]) -
 def _same_memory(local: torch.Tensor, first: torch.Tensor) -> bool:
     first_of = getattr(local, CODES) if is_wrapper(local) else local
     return bool(first_of.data_ptr() == first.data_ptr())
-
-
-def _at(state: Any, path: Path) -> Any:
-    for step in path:
-        if not isinstance(state, Mapping):
-            return None
-        state = state.get(step)
-    return state

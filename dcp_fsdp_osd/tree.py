@@ -25,6 +25,7 @@ __all__ = [
     "holds_tensor",
     "int_mappings",
     "key_tuple",
+    "leaf_at",
     "leaves",
     "set_leaf",
     "value_at",
@@ -98,6 +99,15 @@ def set_leaf(root: dict[Any, Any], path: Path, value: Any) -> None:
     here[last] = value
 
 
+def leaf_at(root: Any, path: Path, default: Any = None) -> Any:
+    """What lies at ``path`` of nested mappings; ``default`` if there is nothing."""
+    for step in path:
+        if not isinstance(root, Mapping) or step not in root:
+            return default
+        root = root[step]
+    return root
+
+
 def copied_dicts(value: Any) -> Any:
     """A copy of nested dicts that shares all other values."""
     return {k: copied_dicts(v) for k, v in value.items()} if isinstance(value, dict) else value
@@ -158,12 +168,7 @@ _NOTHING = object()
 def value_at(state_dict: Mapping[str, Any], key: str) -> tuple[tuple[str, ...], Any]:
     """Path and value of ``key``, or of keys joined by dots; a value of no kind if there is none."""
     path = (key,) if key in state_dict else tuple(key.split("."))
-    value: Any = state_dict
-    for step in path:
-        if not isinstance(value, Mapping) or step not in value:
-            return path, _NOTHING
-        value = value[step]
-    return path, value
+    return path, leaf_at(state_dict, path, _NOTHING)
 
 
 def find_optim(state_dict: Mapping[str, Any], key: str) -> tuple[tuple[str, ...], dict[str, Any]]:
