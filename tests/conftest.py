@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import close_pools
+from tests.ranks import close_pool
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    close_pools()
+    close_pool()

@@ -4,11 +4,11 @@
 
     results = run_ranks(check, 4, path)         # one result per rank, or RankError
 
-Worker processes are kept from call to call, one pool per world size, because importing torch
-costs seconds; they are forked from a server that has imported it once.  Every call
-nevertheless starts clean: a new default process group over a new file, no other group, the same
-seed, no cached placements of DTensor.  A pool that is not clean afterwards (a rank died or hung,
-a thread was left behind) is thrown away.
+Worker processes are kept from call to call, because importing torch costs seconds, and serve every
+world size: a call on n ranks takes the first n.  They are forked from a server that has imported
+torch once.  Every call nevertheless starts clean: a new default process group over a new file, no
+other group, the same seed, no cached placements of DTensor.  Workers of a call that are not clean
+afterwards (a rank died or hung, a thread was left behind) are thrown away.
 
 What goes wrong comes back as one :class:`RankError` that holds every rank's error.  When one
 rank fails, its process group is kept open for :data:`GRACE` seconds, then closed, which fails
@@ -34,7 +34,6 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,16 +41,14 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MAX_WORKERS", "RankError", "RankFailure", "close_pools", "run_ranks"]
+__all__ = ["GRACE", "RankError", "RankFailure", "close_pool", "run_ranks"]
 
-MAX_WORKERS = 8
-"""Most worker processes alive at once, over all pools; the least recently used pool goes first."""
 GRACE = 5.0
 """Seconds that the other ranks get to fail by themselves after one has failed."""
 GROUP_TIMEOUT = 30.0
 """Time limit of a collective, seconds."""
 START_TIMEOUT = 120.0
-"""Time limit for the start of a pool, seconds; it includes one import of torch."""
+"""Time limit for the start of workers, seconds; it includes one import of torch."""
 
 _PRELOAD = [
     "torch",
@@ -112,212 +109,191 @@ def run_ranks(
     ``fn``, arguments and results are pickled; tensors go by value.  Raises :class:`RankError`
     when any rank raised, died or took longer than ``timeout`` seconds.
     """
-    payload = pickle.dumps((fn, args))
-    pool = _pools.get(world_size)
-    try:
-        results = pool.run(payload, timeout)
-    except BaseException:
-        _pools.discard_broken()
-        raise
-    _pools.discard_broken()
-    return results
+    return _pool.run(world_size, pickle.dumps((fn, args)), timeout)
 
 
-def close_pools() -> None:
+def close_pool() -> None:
     """Kill all workers; the next :func:`run_ranks` starts new ones."""
-    _pools.close()
+    _pool.close()
 
 
 # ---------------------------------------------------------------------- the caller's side
 
 
-class _Pool:
-    """The workers of one world size.  ``broken`` once they cannot be used again."""
+class _Worker:
+    """One process that is rank `rank` of whatever world a call has."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.broken = False
-        self._calls = 0
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank = rank
+        self.log = folder / f"{rank}.log"
+        self.stacks = folder / f"{rank}.stacks"
         context = get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
-        self._pipes, self._processes = [], []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_worker,
-                args=(rank, world_size, theirs, str(self._log(rank)), str(self._stacks(rank))),
-                name=f"rank-{rank}-of-{world_size}",
-                daemon=False,  # daemons may have no children, and async_save wants one
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        try:
-            failures = self._collect(time.monotonic() + START_TIMEOUT, "start")[1]
-            if failures:
-                raise RankError(failures, world_size, self._logs())
-        except BaseException:
-            self.close()
-            raise
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_worker,
+            args=(rank, theirs, str(self.log), str(self.stacks)),
+            name=f"rank-{rank}",
+            daemon=False,  # daemons may have no children, and async_save wants one
+        )
+        self.process.start()
+        theirs.close()
 
-    def _log(self, rank: int) -> Path:
-        return self._folder / f"{rank}.log"
+    def send(self, *order: Any) -> None:
+        with contextlib.suppress(OSError):  # a dead worker: noticed when collecting
+            self.pipe.send(order)
 
-    def _stacks(self, rank: int) -> Path:
-        return self._folder / f"{rank}.stacks"
+    def died(self, doing: str) -> RankFailure:
+        self.process.join(2)
+        message = f"the process ended during {doing}, exit code {self.process.exitcode}"
+        return RankFailure(self.rank, "Died", frozenset({"Died"}), message, "")
 
-    def run(self, payload: bytes, timeout: float) -> list[Any]:
-        self._calls += 1
-        store = str(self._folder / f"store-{self._calls}")
-        self.broken = True  # until proven clean: an interrupt may leave at any point
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # a dead worker: noticed when collecting
-                pipe.send(("call", payload, store))
-        results, failures = self._collect(time.monotonic() + timeout, "run")
-        logs = self._logs() if failures else ""
-        if not any(failure.type in ("Died", "Hung") for failure in failures.values()):
-            clean, late = self._finish()
-            self.broken = not clean or bool(late)
-            failures = {**failures, **late}
-        if failures:
-            raise RankError(failures, self.world_size, logs)
-        return [results[rank] for rank in range(self.world_size)]
+    def ask_where_it_stands(self) -> None:
+        with contextlib.suppress(OSError):
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
 
-    def _finish(self) -> tuple[bool, dict[int, RankFailure]]:
-        """Close the process groups.  Returns whether all are clean, and who failed at it."""
-        for pipe in self._pipes:
+    def hung(self, doing: str) -> RankFailure:
+        message = f"no answer within the time limit during {doing}; its threads stood at:"
+        stacks = self.stacks.read_text() if self.stacks.exists() else "(unknown)"
+        return RankFailure(self.rank, "Hung", frozenset({"Hung"}), message, stacks)
+
+    def output(self) -> str:
+        text = ""
+        with contextlib.suppress(OSError):
+            text = self.log.read_text(errors="replace").strip()
+        return f"--- output of rank {self.rank}:\n{text[-4000:]}" if text else ""
+
+    def kill(self) -> None:
+        # Each worker leads a process group of its own, so its children go with it.
+        for kill in os.killpg, os.kill:
             with contextlib.suppress(OSError):
-                pipe.send(("finish",))
-        cleaned, failures = self._collect(time.monotonic() + GROUP_TIMEOUT, "finish")
-        return len(cleaned) == self.world_size and all(cleaned.values()), failures
+                kill(self.process.pid or 0, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.process.join(5)
+        self.pipe.close()
+
+
+class _Pool:
+    """Worker processes, as many as the largest world so far; a call takes the first of them."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        self._calls = 0
+        self._folder: Path | None = None
+
+    def run(self, world_size: int, payload: bytes, timeout: float) -> list[Any]:
+        workers = self._started(world_size)
+        self._calls += 1
+        store = f"{self._folder}/store-{self._calls}"
+        clean = False  # an interrupt may leave at any point
+        try:
+            for worker in workers:
+                worker.send("call", world_size, payload, store)
+            results, failures = self._collect(workers, time.monotonic() + timeout, "run")
+            logs = _logs(workers) if failures else ""
+            if not _lost(failures):
+                clean, late = self._finish(workers)
+                failures = {**failures, **late}
+        finally:
+            if not clean:
+                self._discard(workers)
+        if failures:
+            raise RankError(failures, world_size, logs)
+        return [results[rank] for rank in range(world_size)]
+
+    def _started(self, world_size: int) -> list[_Worker]:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        new = [_Worker(rank, self._folder) for rank in range(len(self._workers), world_size)]
+        self._workers += new
+        failures = self._collect(new, time.monotonic() + START_TIMEOUT, "start")[1]
+        if failures:
+            logs = _logs(new)
+            self._discard(new)
+            raise RankError(failures, world_size, logs)
+        return self._workers[:world_size]
+
+    def _finish(self, workers: list[_Worker]) -> tuple[bool, dict[int, RankFailure]]:
+        """Close the process groups.  Returns whether all are clean, and who failed at it."""
+        for worker in workers:
+            worker.send("finish")
+        cleaned, failures = self._collect(workers, time.monotonic() + GROUP_TIMEOUT, "finish")
+        return not failures and all(cleaned.values()), failures
 
     def _collect(
-        self, deadline: float, doing: str
+        self, workers: list[_Worker], deadline: float, doing: str
     ) -> tuple[dict[int, Any], dict[int, RankFailure]]:
-        """One answer per rank: results and failures.  Kills the pool on a death or a hang."""
+        """One answer per rank: results and failures.  A death or a hang kills all of `workers`."""
         results: dict[int, Any] = {}
         failures: dict[int, RankFailure] = {}
-        rank_of = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        waiting = set(rank_of)
+        by_pipe = {worker.pipe: worker for worker in workers}
+        waiting = set(by_pipe)
         grace = None
         while waiting:
             until = deadline if grace is None else min(deadline, grace)
             ready = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
             for pipe in ready:
-                rank = rank_of[pipe]
+                worker = by_pipe[pipe]
                 waiting.discard(pipe)
                 try:
                     ok, value = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
-                    failures[rank] = self._died(rank, doing)
+                    failures[worker.rank] = worker.died(doing)
                     continue
-                (results if ok else failures)[rank] = value
+                (results if ok else failures)[worker.rank] = value
             now = time.monotonic()
             if failures and grace is None and waiting:
                 grace = now + GRACE
             if waiting and now >= deadline:
-                hung = sorted(rank_of[pipe] for pipe in waiting)
-                failures.update(self._hung(hung, doing))
+                hung = [by_pipe[pipe] for pipe in waiting]
+                for worker in hung:
+                    worker.ask_where_it_stands()
+                time.sleep(0.5)
+                failures.update({worker.rank: worker.hung(doing) for worker in hung})
                 break
             if waiting and grace is not None and now >= grace:
-                self._release(set(failures) & set(range(self.world_size)))
+                for worker in workers:  # those that wait for a failed rank now fail too
+                    if worker.rank in failures:
+                        worker.send("release")
                 grace = deadline
-        if any(failure.type in ("Died", "Hung") for failure in failures.values()):
-            self.broken = True
-            self._kill()
+        if _lost(failures):
+            for worker in workers:
+                worker.kill()
         return results, failures
 
-    def _release(self, ranks: set[int]) -> None:
-        """Close the groups of ranks that failed, so that ranks which wait for them fail too."""
-        for rank in ranks:
-            with contextlib.suppress(OSError):
-                self._pipes[rank].send(("release",))
-
-    def _died(self, rank: int, doing: str) -> RankFailure:
-        process = self._processes[rank]
-        process.join(2)
-        message = f"the process ended during {doing}, exit code {process.exitcode}"
-        return RankFailure(rank, "Died", frozenset({"Died"}), message, "")
-
-    def _hung(self, ranks: list[int], doing: str) -> dict[int, RankFailure]:
-        for rank in ranks:
-            with contextlib.suppress(OSError):
-                os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return {
-            rank: RankFailure(
-                rank,
-                "Hung",
-                frozenset({"Hung"}),
-                f"no answer within the time limit during {doing}; its threads stood at:",
-                self._stacks(rank).read_text() if self._stacks(rank).exists() else "(unknown)",
-            )
-            for rank in ranks
-        }
-
-    def _logs(self) -> str:
-        parts = []
-        for rank in range(self.world_size):
-            with contextlib.suppress(OSError):
-                text = self._log(rank).read_text(errors="replace").strip()
-                if text:
-                    parts.append(f"--- output of rank {rank}:\n{text[-4000:]}")
-        return "\n".join(parts)
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            # Each worker leads a process group of its own, so its children go with it.
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(OSError):
-                os.kill(process.pid, signal.SIGKILL)
-        for process in self._processes:
-            process.join(5)
+    def _discard(self, workers: list[_Worker]) -> None:
+        """End `workers` and those of higher ranks; the next call starts new ones."""
+        first = min((worker.rank for worker in workers), default=0)
+        gone, self._workers = self._workers[first:], self._workers[:first]
+        for worker in gone:
+            worker.kill()
+        for worker in gone:
+            worker.close()
 
     def close(self) -> None:
-        self.broken = True
-        self._kill()
-        for pipe in self._pipes:
-            pipe.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._discard(self._workers)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None
 
 
-class _Pools:
-    """Pools by world size, least recently used first."""
-
-    def __init__(self) -> None:
-        self._pools: OrderedDict[int, _Pool] = OrderedDict()
-
-    def get(self, world_size: int) -> _Pool:
-        if world_size in self._pools:
-            self._pools.move_to_end(world_size)
-            return self._pools[world_size]
-        while self._pools and sum(self._pools) + world_size > MAX_WORKERS:
-            self._pools.popitem(last=False)[1].close()
-        pool = self._pools[world_size] = _Pool(world_size)
-        return pool
-
-    def discard_broken(self) -> None:
-        for world_size, pool in list(self._pools.items()):
-            if pool.broken:
-                del self._pools[world_size]
-                pool.close()
-
-    def close(self) -> None:
-        while self._pools:
-            self._pools.popitem()[1].close()
+def _lost(failures: dict[int, RankFailure]) -> bool:
+    return any(failure.type in ("Died", "Hung") for failure in failures.values())
 
 
-_pools = _Pools()
-atexit.register(close_pools)
+def _logs(workers: list[_Worker]) -> str:
+    return "\n".join(filter(None, (worker.output() for worker in workers)))
+
+
+_pool = _Pool()
+atexit.register(_pool.close)
 
 
 # ------------------------------------------------------------------------ the rank's side
 
 
-def _worker(rank: int, world_size: int, pipe: connection.Connection, log: str, stacks: str) -> None:
+def _worker(rank: int, pipe: connection.Connection, log: str, stacks: str) -> None:
     """Main loop of a worker; returns never, the process is killed or its parent ends."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides, and kills
@@ -331,6 +307,7 @@ def _worker(rank: int, world_size: int, pipe: connection.Connection, log: str, s
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what importing torch made is not looked through after every call
     pipe.send_bytes(pickle.dumps((True, None)))
     while True:
         order = orders.get()
@@ -338,7 +315,7 @@ def _worker(rank: int, world_size: int, pipe: connection.Connection, log: str, s
             continue
         os.ftruncate(output, 0)
         before = set(threading.enumerate())
-        pipe.send_bytes(_call(rank, world_size, *order[1:]))
+        pipe.send_bytes(_call(rank, *order[1:]))
         while order[0] != "finish":
             order = orders.get()
             _close_groups()

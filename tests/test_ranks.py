@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.ranks import GRACE, MAX_WORKERS, RankError, close_pools, run_ranks
+from tests.ranks import GRACE, RankError, close_pool, run_ranks
 
 
 def _sum(rank: int, world_size: int, factor: int) -> tuple[int, torch.Tensor]:
@@ -156,7 +156,7 @@ def test_a_rank_that_waits_for_a_failed_one_is_told() -> None:
     assert run_ranks(_fail_on, 2, -1) == [0, 1]
 
 
-def test_a_hang_is_killed_within_the_limit_and_the_pool_recovers(tmp_path: Path) -> None:
+def test_a_hang_is_killed_within_the_limit_and_the_next_call_works(tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
     run_ranks(_pid, 2)
     start = time.monotonic()
@@ -170,7 +170,7 @@ def test_a_hang_is_killed_within_the_limit_and_the_pool_recovers(tmp_path: Path)
     assert run_ranks(_fail_on, 2, -1) == [0, 1]
 
 
-def test_a_dead_rank_is_noticed_at_once_and_the_pool_recovers() -> None:
+def test_a_dead_rank_is_noticed_at_once_and_the_next_call_works() -> None:
     before = run_ranks(_pid, 2)
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
@@ -191,23 +191,23 @@ def test_every_call_starts_clean_in_the_same_processes() -> None:
     assert [look[-1] for look in second] == pids
 
 
-def test_a_pool_with_a_thread_left_behind_is_replaced() -> None:
+def test_workers_with_a_thread_left_behind_are_replaced() -> None:
     pids = run_ranks(_leave_a_thread, 2)
     assert not set(pids) & set(run_ranks(_pid, 2))
     assert _gone(*pids)
 
 
-def test_the_least_recently_used_pool_makes_room() -> None:
-    close_pools()
+def test_the_same_processes_serve_every_world_size() -> None:
+    close_pool()
     two = run_ranks(_pid, 2)
-    three = run_ranks(_pid, 3)
-    assert run_ranks(_pid, 2) == two
-    four = run_ranks(_pid, 4)  # 9 workers would be too many
-    assert MAX_WORKERS == 8
-    assert _gone(*three)
-    assert all(map(_alive, two + four))
-    close_pools()
-    assert _gone(*two, *four)
+    four = run_ranks(_pid, 4)
+    assert four[:2] == two
+    assert run_ranks(_pid, 3) == four[:3]
+    assert run_ranks(_pid, 1) == four[:1]
+    with pytest.raises(RankError):
+        run_ranks(_die, 2)
+    assert not set(four) & set(run_ranks(_pid, 4))
+    assert _gone(*four)
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
