@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from .layout import without_wrappers
-from .optim_state import SavedInfo, opaque_prefix
+from .optim_state import opaque_prefix
+from .saved_info import SavedInfo
 from .tree import Path
 
 __all__ = ["CheckpointIndex", "index_checkpoint"]

@@ -10,7 +10,6 @@ DCP's ``Stateful`` protocol.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -32,13 +31,11 @@ __all__ = [
     "FlatOptimState",
     "GroupInfo",
     "SaveEntries",
-    "SavedInfo",
     "is_flattened",
     "opaque_prefix",
     "save_entries",
 ]
 
-INFO_KEY = "dcp_fsdp_osd"
 GUARD_KEY = "__needs_FlatOptimSavePlanner_or_FlatOptimLoadPlanner__"
 
 
@@ -51,46 +48,6 @@ class GroupInfo:
 
     fqns: tuple[str, ...]
     options: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class SavedInfo:
-    """What a checkpoint of ours says beyond what stock PyTorch needs.
-
-    Lies in ``Metadata.planner_data`` under a key of its own as plain JSON, where stock readers
-    never look.
-
-    Attributes:
-        groups: the FQNs of each param group.
-        user: names in ``state`` that are no parameter's.
-        absent: key -> spans of elements for which a rank had no state (zeros are stored): start
-            and stop; and, where they count within a box of the tensor, its offsets and sizes.
-        opaque: key of per-rank state -> the part of the model that its rank held.
-        odd: keys of whole tensors that do not have their parameter's shape.
-        int_keys: paths below ``state`` of mappings whose keys are integers.
-        quantized: how each state that is quantized in blocks is made again (``Quantized``).
-    """
-
-    groups: Sequence[Sequence[str]] = ()
-    user: Sequence[str] = ()
-    absent: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    opaque: Mapping[str, str] = field(default_factory=dict)
-    odd: Sequence[str] = ()
-    int_keys: Sequence[Sequence[str]] = ()
-    quantized: Sequence[Mapping[str, Any]] = ()
-
-    @staticmethod
-    def pack(infos: Mapping[str, SavedInfo]) -> tuple[str, str]:
-        return ("1", json.dumps({key: vars(info) for key, info in infos.items()}))
-
-    @staticmethod
-    def unpack(planner_data: Any, key: str) -> SavedInfo | None:
-        """The info of one optimizer, or None if the checkpoint is not of our planner."""
-        packed = planner_data.get(INFO_KEY) if isinstance(planner_data, Mapping) else None
-        if packed is None:
-            return None
-        info = json.loads(packed[1]).get(key)
-        return None if info is None else SavedInfo(**info)
 
 
 # ---------------------------------------------------------------- taking a state dict apart
@@ -112,7 +69,7 @@ class SaveEntries:
         user: names in ``state`` that are no parameter's.
         opaque: path of per-rank state -> what part of the model it is of.
         opaque_of: keys that this state would have if it were no per-rank state.
-        odd, int_keys: as in :class:`SavedInfo`.
+        odd, int_keys: as in ``SavedInfo``.
         quantized: what of the above is quantized in blocks.
     """
 

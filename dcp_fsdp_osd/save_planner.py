@@ -35,14 +35,7 @@ from .errors import LayoutError
 from .fsdp import describe_target
 from .layout import FlatLayout
 from .model_state import find_model, model_entries
-from .optim_state import (
-    INFO_KEY,
-    SavedInfo,
-    SaveEntries,
-    is_flattened,
-    save_entries,
-    without_guard,
-)
+from .optim_state import SaveEntries, is_flattened, save_entries, without_guard
 from .param_groups import merge_groups
 from .quantized_save import agree_on_quantized
 from .save_agree import (
@@ -54,6 +47,7 @@ from .save_agree import (
     share_out,
     tensor_data,
 )
+from .saved_info import INFO_KEY, SavedInfo
 from .tree import (
     Path,
     digest,
