@@ -24,7 +24,7 @@ from .errors import CheckpointMismatchError
 from .exchange import Exchange
 from .exchange_plan import RankSchedule, plan_exchange
 from .shared_reads import Participant, in_order
-from .storage.store import is_local
+from .storage.location import is_local
 
 __all__ = ["Broadcast", "RankReads", "SharedReads", "describe", "plan_reads"]
 

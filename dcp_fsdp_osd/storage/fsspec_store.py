@@ -13,6 +13,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.location import split_url
+from dcp_fsdp_osd.storage.redact import display_url, redact
 from dcp_fsdp_osd.storage.store import (
     Commit,
     Limits,
@@ -20,8 +22,6 @@ from dcp_fsdp_osd.storage.store import (
     Store,
     StoreConfig,
     causes,
-    display_url,
-    redact,
     scatter,
 )
 
@@ -35,13 +35,16 @@ def open_fsspec(config: StoreConfig) -> Store:
         StorageError: fsspec does not know the scheme, or its package is not installed.
     """
     options = dict(config.options)
-    is_s3 = config.url.partition("://")[0] in ("s3", "s3a")
+    scheme, authority, _ = split_url(config.url)
+    is_s3 = scheme in ("s3", "s3a")
     try:
         if is_s3:
             from dcp_fsdp_osd.storage.s3fs_store import S3fsStore, s3fs_options
 
             options = s3fs_options(config)
-        fs, path = url_to_fs(config.url, **options)
+        # Only this far is it a URL: fsspec would take a '::' in a name for a chain.
+        fs, _ = url_to_fs(f"{scheme or 'file'}://{authority}", **options)
+        path = fs._strip_protocol(config.url)
     except (ImportError, ValueError) as error:
         raise StorageError(
             f"fsspec cannot open {display_url(config.url)!r}: {redact(str(error), options)}"

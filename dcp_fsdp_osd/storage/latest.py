@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from dcp_fsdp_osd.storage.location import join
 from dcp_fsdp_osd.storage.session import make_session
-from dcp_fsdp_osd.storage.store import Backend, join
+from dcp_fsdp_osd.storage.store import Backend
 from dcp_fsdp_osd.storage.transfer import Stats
 
 __all__ = ["latest"]

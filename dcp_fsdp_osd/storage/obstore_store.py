@@ -22,13 +22,14 @@ from datetime import timedelta
 from typing import Any
 
 from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.location import split_url
+from dcp_fsdp_osd.storage.redact import display_url
 from dcp_fsdp_osd.storage.store import (
     Commit,
     Limits,
     NoRetryError,
     StoreConfig,
     causes,
-    display_url,
     scatter,
 )
 
@@ -128,7 +129,11 @@ class ObstoreStore:
         )
         open_url: Any = from_url
         try:
-            self.store = open_url(config.url, **options)
+            # What from_url makes of a URL's path loses '#', '?' and '%': keys are made here.
+            scheme, authority, prefix = split_url(config.url)
+            named = scheme in _SCHEMES
+            self.store = open_url(f"{scheme}://{authority}" if named else config.url, **options)
+            self._prefix = f"{prefix}/" if prefix and named else ""
         except Exception as error:
             raise StorageError(
                 f"obstore cannot open {display_url(config.url)!r}: {type(error).__name__}; its "
@@ -140,7 +145,7 @@ class ObstoreStore:
         if not size:
             return
         try:
-            data = self.obs.get_range(self.store, name, start=offset, length=size)
+            data = self.obs.get_range(self.store, self.key(name), start=offset, length=size)
         except Exception as error:
             if _status(error) == 416:
                 raise EOFError("the range begins behind the end of the file") from error
@@ -148,7 +153,7 @@ class ObstoreStore:
         scatter(memoryview(data), pieces)
 
     def read(self, name: str, limit: int) -> bytes:
-        begun = self.obs.get(self.store, name)
+        begun = self.obs.get(self.store, self.key(name))
         size = int(begun.meta["size"])
         if size > limit:
             raise StorageError(f"{name} has {size} bytes; at most {limit} are read")
@@ -160,13 +165,10 @@ class ObstoreStore:
         return bytes(data)
 
     def size(self, name: str) -> int:
-        return int(self.obs.head(self.store, name)["size"])
+        return int(self.obs.head(self.store, self.key(name))["size"])
 
     def sizes(self) -> dict[str, int]:
-        return {
-            entry["path"]: int(entry["size"])
-            for entry in self.obs.list_with_delimiter(self.store)["objects"]
-        }
+        return {self._name(entry["path"]): int(entry["size"]) for entry in self._list()["objects"]}
 
     def create(self, name: str, part_size: int, parallel: int) -> _ObstoreUpload:
         return _ObstoreUpload(self, name, part_size, parallel)
@@ -174,27 +176,36 @@ class ObstoreStore:
     def put(self, name: str, data: bytes, *, exclusive: bool) -> None:
         mode = "create" if exclusive else "overwrite"
         try:
-            self.obs.put(self.store, name, data, mode=mode, use_multipart=False)
+            self.obs.put(self.store, self.key(name), data, mode=mode, use_multipart=False)
         except self.obs.exceptions.AlreadyExistsError as error:
             raise FileExistsError(name) from error
 
     def delete(self, names: Iterable[str]) -> None:
-        left = list(names)
+        left = [self.key(name) for name in names]
         try:
             if left:
                 self.obs.delete(self.store, left)
         except FileNotFoundError:  # not from S3; then some may be left
-            for name in left:
+            for key in left:
                 with contextlib.suppress(FileNotFoundError):
-                    self.obs.delete(self.store, name)
+                    self.obs.delete(self.store, key)
 
     def commits(self) -> list[Commit]:
         found = []
-        for folder in self.obs.list_with_delimiter(self.store)["common_prefixes"]:
+        for folder in self._list()["common_prefixes"]:
             with contextlib.suppress(FileNotFoundError):
                 head = self.obs.head(self.store, f"{folder}/.metadata")
-                found.append(Commit(folder, head["last_modified"].timestamp()))
+                found.append(Commit(self._name(folder), head["last_modified"].timestamp()))
         return found
+
+    def key(self, name: str) -> str:
+        return f"{self._prefix}{name}"
+
+    def _name(self, key: str) -> str:
+        return key.removeprefix(self._prefix)
+
+    def _list(self) -> Any:
+        return self.obs.list_with_delimiter(self.store, self._prefix or None)
 
     def is_transient(self, error: BaseException) -> bool:
         status = _status(error)
@@ -221,7 +232,7 @@ class _ObstoreUpload:
 
     def __init__(self, store: ObstoreStore, name: str, part_size: int, parallel: int) -> None:
         self._store = store
-        self._name = name
+        self._name = store.key(name)
         self._part_size = part_size
         self._parallel = parallel
         self._parts: queue.SimpleQueue[list[memoryview] | None] = queue.SimpleQueue()

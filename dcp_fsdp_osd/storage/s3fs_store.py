@@ -75,7 +75,9 @@ class S3fsStore:
         self._seconds = request_seconds(config)
         self._fs = fs
         fs.retries = 1
-        self.bucket, self._prefix, _ = fs.split_path(path.rstrip("/") + "/")
+        # A '?versionId=' in a folder's name is a part of it.
+        self.bucket, key, _ = fs.split_path(path.replace("?", "_").rstrip("/") + "/")
+        self._prefix = f"{path}/"[-len(key) :] if key else ""
         self._idle: list[bytearray] = []
 
     def call(self, method: str, **kwargs: Any) -> Any:

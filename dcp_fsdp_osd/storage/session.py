@@ -10,15 +10,9 @@ from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from dcp_fsdp_osd.errors import StorageError, message_of, survives_pickling
-from dcp_fsdp_osd.storage.store import (
-    Backend,
-    Store,
-    StoreConfig,
-    display_url,
-    is_local,
-    open_store,
-    redact,
-)
+from dcp_fsdp_osd.storage.location import is_local, resolve, split_url
+from dcp_fsdp_osd.storage.redact import display_url, redact
+from dcp_fsdp_osd.storage.store import Backend, Store, StoreConfig, open_store
 from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats, retrying
 
 __all__ = ["Session", "accepts", "make_session", "portable_errors", "telling"]
@@ -81,8 +75,8 @@ class Session:
 
     def move_to(self, path_or_url: str | os.PathLike[str]) -> None:
         """Use another folder, with the same options, from now on."""
+        url = resolve(path_or_url)
         self.close()
-        url = os.fspath(path_or_url)
         threads = self._local_threads if is_local(url) else _REMOTE_THREADS
         self.config = replace(self.config, url=url, concurrency=self._concurrency or threads)
 
@@ -186,9 +180,10 @@ def make_session(
 
 def accepts(checkpoint_id: str | os.PathLike[str]) -> bool:
     """Whether it is a path, or a URL of a scheme that fsspec or obstore knows."""
-    if isinstance(checkpoint_id, os.PathLike) or "://" not in checkpoint_id:
-        return True
+    try:
+        scheme = split_url(resolve(checkpoint_id))[0]
+    except (StorageError, TypeError):
+        return False
     from fsspec.registry import known_implementations, registry
 
-    scheme = checkpoint_id.partition("://")[0]
-    return scheme in known_implementations or scheme in registry
+    return not scheme or scheme in known_implementations or scheme in registry

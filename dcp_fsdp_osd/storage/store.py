@@ -15,14 +15,14 @@ anything else as the client raises it.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from dcp_fsdp_osd.errors import StorageError, UnsafeCheckpointError
+from dcp_fsdp_osd.storage.location import is_local
+from dcp_fsdp_osd.storage.redact import display_url
 
 __all__ = [
     "Commit",
@@ -33,11 +33,7 @@ __all__ = [
     "Upload",
     "causes",
     "check_name",
-    "display_url",
-    "is_local",
-    "join",
     "open_store",
-    "redact",
     "scatter",
 ]
 
@@ -178,7 +174,9 @@ def open_store(config: StoreConfig) -> Store:
         from dcp_fsdp_osd.storage.local_store import LocalStore
 
         if not here:
-            raise StorageError(f"backend='local' takes a path, not the URL {config.url!r}")
+            raise StorageError(
+                f"backend='local' takes a path, not the URL {display_url(config.url)!r}"
+            )
         return LocalStore(config)
     if backend in ("auto", "obstore"):
         from dcp_fsdp_osd.storage import obstore_store
@@ -214,41 +212,6 @@ def check_name(name: object) -> str:
             "inside of the checkpoint. Do not load it unless you know where it comes from."
         )
     return name
-
-
-_SECRET_KEY = re.compile(r"secret|token|passw|key|credential|sas|sig", re.IGNORECASE)
-
-
-def redact(text: str, options: Mapping[str, Any]) -> str:
-    """`text` without the secrets in `options` and without credentials in URLs."""
-
-    def values(mapping: Mapping[Any, Any]) -> Iterable[str]:
-        for key, value in mapping.items():
-            if isinstance(value, Mapping):
-                yield from values(value)
-            elif isinstance(value, str) and len(value) > 3 and _SECRET_KEY.search(str(key)):
-                yield value
-
-    for value in sorted(values(options), key=len, reverse=True):
-        text = text.replace(value, "***")
-    text = re.sub(r"://[^/@\s]+@", "://***@", text)
-    return re.sub(r"(?i)((?:signature|credential|token)=)[^&\s\"']+", r"\1***", text)
-
-
-def display_url(path: str | os.PathLike[str]) -> str:
-    """A path or URL as text that may be shown."""
-    return redact(os.fspath(path), {})
-
-
-def is_local(url: str) -> bool:
-    """Whether it is a path or URL of the local (or a mounted) file system."""
-    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.\-]*)://", url)
-    return scheme is None or scheme[1] in ("file", "local")
-
-
-def join(url: str, folder: str) -> str:
-    """`folder` below a path or URL."""
-    return f"{url.rstrip('/')}/{folder}" if "://" in url else str(Path(url) / folder)
 
 
 def scatter(data: bytes | memoryview, pieces: Sequence[memoryview]) -> None:

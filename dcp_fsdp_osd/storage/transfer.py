@@ -19,7 +19,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from dcp_fsdp_osd.errors import FlatOptimError, StorageError
-from dcp_fsdp_osd.storage.store import NoRetryError, Store, redact
+from dcp_fsdp_osd.storage.redact import redact
+from dcp_fsdp_osd.storage.store import NoRetryError, Store
 
 __all__ = ["Budget", "InOrder", "Pool", "RetryPolicy", "Stats", "retrying"]
 

@@ -12,12 +12,12 @@ import pytest
 from dcp_fsdp_osd.errors import StorageError, UnsafeCheckpointError
 from dcp_fsdp_osd.storage.local_store import LocalStore
 from dcp_fsdp_osd.storage.obstore_store import ObstoreStore, serves
+from dcp_fsdp_osd.storage.redact import redact
 from dcp_fsdp_osd.storage.store import (
     Store,
     StoreConfig,
     check_name,
     open_store,
-    redact,
 )
 from tests.storage.conftest import Place
 
