@@ -35,7 +35,7 @@ from .geometry import Box, dim_order
 from .layout import FlatLayout, ParamLayout, Segment
 from .placements import dtensor_problem, local_box, wrong_rows
 
-__all__ = ["ShardGroup", "Target", "describe_target"]
+__all__ = ["ShardGroup", "Target", "describe_target", "unmet_params"]
 
 _Known = dict[int, tuple["ParamLayout", torch.device, "dict[str, ShardGroup | None]"]]
 
@@ -141,10 +141,12 @@ def describe_target(model: nn.Module, optim: torch.optim.Optimizer) -> Target:
     for module in names:
         if isinstance(module, FullyShardedDataParallel):
             _describe_unit(module, names, known, aliases)
+    unmet = unmet_params(model)
     for module, prefixes in names.items():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if not getattr(param, "_is_flat_param", False):
-                _describe_plain(param, [_join(p, name) for p in prefixes], known, aliases)
+            if id(param) in unmet or not getattr(param, "_is_flat_param", False):
+                fqns = [_join(p, name) for p in prefixes]
+                _describe_plain(param, fqns, known, aliases, unmet.get(id(param), ""))
     params: list[torch.Tensor] = []
     devices: list[torch.device] = []
     shards: dict[str, ShardGroup] = {}
@@ -186,15 +188,16 @@ def _describe_plain(
     fqns: list[str],
     known: _Known,
     aliases: dict[str, str],
+    problem: str,
 ) -> None:
-    """A parameter that FSDP1 does not manage, or a further name of one that is known."""
+    """A parameter that FSDP1 does not manage (or has a ``problem``), or one more name of one."""
     if id(param) in known:
         layout = known[id(param)][0]
         if len(layout.fqns) == 1:  # the first name that was met stays; others are tied to it
             aliases.update((fqn, layout.fqns[0]) for fqn in fqns if fqn != layout.fqns[0])
         return
     shape = tuple(param.shape)
-    layout = ParamLayout((fqns[0],), (shape,), "whole")
+    layout = ParamLayout((fqns[0],), (shape,), "whole", problem=problem)
     if isinstance(param, DTensor):
         part = None
         if param.device_mesh.get_coordinate() is not None:
@@ -207,6 +210,55 @@ def _describe_plain(
         )
     known[id(param)] = (layout, param.device, {})
     aliases.update((fqn, fqns[0]) for fqn in fqns[1:])
+
+
+def unmet_params(model: nn.Module, *, replaced: bool = True) -> dict[int, str]:
+    """What is wrong with parameters, by ``id``, that FSDP1 manages and no unit in ``model`` knows.
+
+    They are flat, or one rank's piece, whatever else they look like.
+
+    Args:
+        replaced: also those that were put in the place of one that FSDP flattened.
+    """
+    names = _module_names(model)
+    met: set[int] = set()
+    managed: set[tuple[int, str]] = set()
+    for module in names:
+        handle = None
+        if isinstance(module, FullyShardedDataParallel):
+            handle = _get(module, "_handle", "FullyShardedDataParallel")
+        if handle is None:
+            continue
+        flat = _get(handle, "flat_param", "FlatParamHandle")
+        met.add(id(flat))
+        met.update(id(p) for p in _get(flat, "_params", "FlatParameter") or ())
+        met.update(id(p) for p in _get(flat, "_shared_params", "FlatParameter") or ())
+        for info in _get(flat, "_param_infos", "FlatParameter"):
+            managed.add((id(info.module), info.param_name))
+        for info in _get(flat, "_shared_param_infos", "FlatParameter"):
+            managed.add((id(info.module), info.param_name))
+    found: dict[int, str] = {}
+    for module, (prefix, *_) in names.items():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(param) in met:
+                continue
+            fqn = _join(prefix, name)
+            if replaced and (id(module), name) in managed:
+                found[id(param)] = (
+                    f"{fqn}: expected the parameter that FSDP flattened, found that another was "
+                    f"put in its place after FSDP wrapped the model; change it in place "
+                    f"(param.copy_), or run a forward pass before the optimizer is made"
+                )
+            elif getattr(param, "_fsdp_flattened", False) or getattr(
+                param, "_is_flat_param", False
+            ):
+                found[id(param)] = (
+                    f"{fqn}: expected the whole model, found a parameter (here of shape "
+                    f"{tuple(param.shape)}) that is managed by an FSDP unit outside of the module "
+                    f"that was passed, as with model.module of an FSDP root or a submodule of a "
+                    f"unit: pass the model that FSDP wrapped, not what is inside of it"
+                )
+    return found
 
 
 def _describe_unit(

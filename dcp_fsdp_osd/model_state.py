@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from .errors import LayoutError
-from .fsdp import _join, _module_names
+from .fsdp import _join, _module_names, unmet_params
 from .fsdp_weights import drop_unsharded, flat_shards, low_precision_buffers
 from .layout import Segment
 from .optim_state import GUARD_KEY, SaveEntries, _Guard, without_guard
@@ -94,8 +94,10 @@ class FlatModelState(Stateful):
             LayoutError: FSDP1 is in forward, backward or ``summon_full_params``, or a module
                 changes its own state dict.
         """
-        guard = ModelGuard()
+        guard = ModelGuard(problem="\n".join(unmet_params(self.model, replaced=False).values()))
         values: dict[str, Any] = {GUARD_KEY: guard}
+        if guard.problem:
+            return values  # raised where all ranks learn of it
         groups = list(_names_of_tensors(self.model))
         if _has_fsdp1(self.model):
             _check_hooks(self.model)
