@@ -78,13 +78,14 @@ class ShardGroup:
                 local, self.mesh, self.placements, run_check=False, shape=size, stride=stride
             )
         rows = -(-shape[0] // self.group.size())
+        starts = range(0, shape[0], rows) if rows else [0] * self.group.size()
         shards = [
             ShardMetadata(
                 [at, *(0 for _ in shape[1:])],
                 [min(rows, shape[0] - at), *shape[1:]],
-                self._place(at // rows, local.device),
+                self._place(rank, local.device),
             )
-            for at in range(0, shape[0], rows)
+            for rank, at in enumerate(starts)
         ]
         mine = self.group.rank()
         return _get(ShardedTensor, "_init_from_local_shards_and_global_metadata", "ShardedTensor")(

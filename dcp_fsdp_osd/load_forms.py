@@ -45,12 +45,8 @@ class FormLoad(OptimLoad):
         if self.idle:
             return schedule
         unknown = set(self.index.state) - set(self.names())
-        dropped = {
-            n
-            for i in schedule.keep
-            for fqn in self.layout.params[i].fqns
-            for n in self.layout.names_of(fqn)
-        } | unknown
+        skipped = {fqn for i in schedule.keep for fqn in self.layout.params[i].fqns}
+        dropped = unknown.union(*map(self.layout.names_of, skipped | schedule.skip))
         keys = [
             key
             for name, paths in self.index.state.items()
@@ -130,6 +126,11 @@ class FormLoad(OptimLoad):
             return
         state = self._result.get("state", {})
         self._result["state"] = {self._fqn(name) or name: value for name, value in state.items()}
+        known: set[str] = set()
         for group in self._result.setdefault("param_groups", []):
             if "params" in group:
                 group["params"] = [self._fqn(str(name)) or name for name in group["params"]]
+                known.update(group["params"])
+        if self.index.known_groups() is None:  # else it was a problem of the plan
+            lacking = (fqn for fqn in self.layout.ids if self._lacks(fqn, known))
+            self._refuse([], [f"{fqn}: not in the checkpoint" for fqn in lacking])

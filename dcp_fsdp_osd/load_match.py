@@ -91,14 +91,15 @@ class SavedParams:
         for fqn in param.fqns:
             if fqn not in sources and not saved.intersection(self.layout.names_of(fqn)):
                 self.problems.append(f"{fqn}: not in the checkpoint")
+                self.result.skip.add(fqn)
                 if not sources:
                     self.result.keep.add(number)
 
     def misshapen(
         self, param: ParamLayout, sources: Mapping[str, str], *, whole: bool = False
-    ) -> bool:
-        """Whether some saved tensor has another shape than its parameter."""
-        wrong = []
+    ) -> set[str]:
+        """FQNs of which some saved tensor has a shape that cannot be loaded."""
+        wrong: dict[str, list[str]] = {}
         for fqn, name in sources.items():
             shape, number = self.layout.shape_of(fqn), self.layout.ids[fqn]
             keys = {
@@ -116,15 +117,17 @@ class SavedParams:
                 if factored and (whole or (not param.sharded and len(param.fqns) == 1)):
                     continue
                 what = f"{dotted((fqn, *path))}: shape {tuple(storage.size)} in the checkpoint"
+                lines = wrong.setdefault(fqn, [])
                 if factored:
-                    wrong.append(
+                    lines.append(
                         f"{what} is that of state of an unsharded parameter, {shape}, which "
                         f"cannot be cut for the current layout (rank holds {param.describe()})"
                     )
                 else:
-                    wrong.append(f"{what}, the parameter has {shape}")
-        self.problems += wrong
-        return bool(wrong)
+                    lines.append(f"{what}, the parameter has {shape}")
+        self.problems += [line for lines in wrong.values() for line in lines]
+        self.result.skip.update(wrong)
+        return set(wrong)
 
     def opaque_keys(self, param: ParamLayout) -> dict[Path, str] | None:
         """State that this rank alone can load; None, and a problem, if it is only others'."""

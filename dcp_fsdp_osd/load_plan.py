@@ -104,7 +104,8 @@ class _Planner:
             self.saved.check_present(number, param, sources)
             quantized = self.quantized.check_whole(number, self.saved.keys(sources))
             self.problems += quantized
-            if self.saved.misshapen(param, sources, whole=True) or quantized:
+            self.saved.misshapen(param, sources, whole=True)
+            if quantized:
                 self.result.keep.add(number)
         for fqn in self.index.opaque:
             self.problems.append(f"{fqn}: has state that was saved per rank, as no whole tensor")
@@ -114,7 +115,10 @@ class _Planner:
             return
         items = self.result.items
         for number, param in enumerate(self.layout.params):
+            told = len(self.problems)
             items += self._plan_param(number, param)
+            if number in self.result.keep:
+                self._tell_siblings(param, self.problems[told:])
         items += self._plan_user_state()
         for path, name in self.index.extra.items():
             items += self._plan_value(None, name, path, name)
@@ -133,9 +137,11 @@ class _Planner:
         sources = self.saved.sources(param)
         opaque = self.saved.opaque_keys(param)
         self.saved.check_present(number, param, sources)
-        if self.saved.misshapen(param, sources) or opaque is None:
+        wrong = self.saved.misshapen(param, sources)
+        if opaque is None or (wrong and len(wrong) == len(sources)):
             self.result.keep.add(number)
             return []
+        sources = {fqn: name for fqn, name in sources.items() if fqn not in wrong}
         if not (sources or opaque) or param.empty or self.saved.was_absent(param, sources):
             return []
         items: list[ReadItem] = []
@@ -164,7 +170,7 @@ class _Planner:
         for path, name in opaque.items():
             items += self._plan_value(number, param.fqns[0], path, name)
         self._check_live(number, param, set(paths) | set(opaque), self.result.leaves[first:])
-        blank = [fqn for fqn in param.fqns if fqn not in sources]
+        blank = [f for f in param.fqns if f not in sources and f not in self.result.skip]
         if blank and sources:
             warnings.warn(
                 f"{self.key}: the checkpoint has no state of {blank}, which share one flat "
@@ -172,6 +178,12 @@ class _Planner:
                 stacklevel=2,
             )
         return [item for item in items if not self._skipped(item)]
+
+    def _tell_siblings(self, param: ParamLayout, lines: Sequence[str]) -> None:
+        """Name all parameters of a flat parameter that is skipped as a whole."""
+        for fqn in param.fqns:
+            if not any(line.startswith((f"{fqn}:", f"{fqn}.")) for line in lines):
+                self.problems.append(f"{fqn}: one flat parameter with {_named(lines)}")
 
     def _skipped(self, item: ReadItem) -> bool:
         found = self.result.destinations.get(item.dest_index)
@@ -337,6 +349,11 @@ class _Planner:
                     leaf.kind = "skipped"
                 else:
                     leaf.tensor, leaf.live = value.detach(), True
+
+
+def _named(lines: Sequence[str]) -> str:
+    """What the first of some problems is about."""
+    return lines[0].partition(": ")[0] if lines else "what cannot be loaded"
 
 
 def _placed_alike(value: torch.Tensor, param: torch.Tensor) -> bool:

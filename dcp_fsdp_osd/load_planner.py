@@ -51,6 +51,7 @@ class _LocalData:
     problems: dict[str, list[str]]  # key -> lines
     names: dict[str, list[str]]  # key -> FQNs (and other names) that this rank has a use for
     saved: dict[str, list[str]]  # key -> FQNs in the checkpoint
+    extra: dict[str, str]  # key -> what to say of FQNs in the checkpoint that no rank knows
     strict: bool
     reads: RankReads
 
@@ -81,7 +82,8 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         rank0_only: with ``form="full"``: fill the dict on rank 0 of the load's process group
             alone; other ranks read nothing and keep an empty dict.
         strict: missing, extra or misshapen FQNs are an error. With False they are skipped,
-            what is there stays as it is to the bit, and :attr:`skipped` lists them.
+            what is there stays as it is to the bit, and :attr:`skipped` lists them. (In a flat
+            tensor that is made anew their elements are zeros.)
         broadcast: whether what several ranks want alike (replicas, scalars, objects, whole tensors;
             of the whole state dict) is read by one of them, each a part, and handed on, over NCCL
             to CUDA tensors where the job uses it, else over gloo. ``"auto"``: where it pays
@@ -249,7 +251,8 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             items += own
         self._items = in_order(items)
         reads = describe(self._items, self._place, self._broadcast, self._rank0_only)
-        data = _LocalData(problems, names, saved, self._strict, reads)
+        extra = {key: load.what for key, load in self._loads.items()}
+        data = _LocalData(problems, names, saved, extra, self._strict, reads)
         return dataclasses.replace(plan, items=list(items), planner_data=data)
 
     def _place(self, item: ReadItem) -> tuple[torch.dtype | None, torch.device]:
@@ -295,9 +298,8 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             known = {name for d in data for name in d.names.get(key, ())}
             extra = sorted({n for d in data for n in d.saved.get(key, ())} - known)
             lines = [line + _on(ranks, len(data)) for line, ranks in found.items()]
-            lines += [
-                f"{name}: in the checkpoint, but the {self._loads[key].what}" for name in extra
-            ]
+            what = next(d.extra[key] for d in data if key in d.extra)  # maybe of other ranks alone
+            lines += [f"{name}: in the checkpoint, but the {what}" for name in extra]
             if lines and any(d.strict for d in data):
                 raise CheckpointMismatchError(
                     f"{key}: the checkpoint is not of this model and optimizer:\n  "

@@ -75,6 +75,7 @@ class LoadSchedule:
         destinations: ``dest_index`` of a read -> its value, and the piece of it.
         problems: a line for each thing that does not match.
         keep: parameters that are skipped because of one; their state stays as it is.
+        skip: FQNs that are; others of the same flat parameter may be loaded.
     """
 
     items: list[ReadItem] = field(default_factory=list)
@@ -82,6 +83,7 @@ class LoadSchedule:
     destinations: dict[MetadataIndex, tuple[Leaf, Piece | None]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     keep: set[int] = field(default_factory=set)
+    skip: set[str] = field(default_factory=set)
 
 
 EMPTY = ChunkStorageMetadata(torch.Size(()), torch.Size(()))

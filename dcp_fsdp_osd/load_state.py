@@ -198,20 +198,16 @@ class OptimLoad:
         missing: list[str] = []
         groups = self._saved_groups()
         known = {name for members in groups.members.values() for name in members}
-        for fqn, number in self.layout.ids.items():
-            names = self.layout.names_of(fqn)
-            if not known.intersection(names) and not any(n in self.index.state for n in names):
+        for number, param in enumerate(self.layout.params):
+            lacking = [fqn for fqn in param.fqns if self._lacks(fqn, known)]
+            self.schedule.skip.update(lacking)
+            if len(lacking) == len(param.fqns):
                 self.schedule.keep.add(number)
-                if self.index.known_groups() is None:  # else it was a problem of the plan
-                    missing.append(f"{fqn}: not in the checkpoint")
+            if self.index.known_groups() is None:  # else they were problems of the plan
+                missing += [f"{fqn}: not in the checkpoint" for fqn in lacking]
         new_groups = match_groups(groups, self.layout, self._now(), self.key)
         state = self._state(new_groups, clashes)
-        if clashes or (missing and self.strict):
-            raise CheckpointMismatchError(
-                f"{self.key}: the checkpoint is not of this model and optimizer; the state that "
-                f"was loaded in place is not to be used:\n  " + "\n  ".join(clashes + missing)
-            )
-        self.late = missing
+        self._refuse(clashes, missing)
         for tensor, value in self._scalars_in_place:
             tensor.copy_(value)
         self._zero_stateless(known)
@@ -223,6 +219,20 @@ class OptimLoad:
             if leaf.extra:
                 set_leaf(self._result, leaf.path, self._value(leaf, False, []))
 
+    def _refuse(self, clashes: list[str], missing: list[str]) -> None:
+        """Raise for what was found after reading; what is ``missing`` may be so if not strict."""
+        if clashes or (missing and self.strict):
+            raise CheckpointMismatchError(
+                f"{self.key}: the checkpoint is not of this model and optimizer; the state that "
+                f"was loaded in place is not to be used:\n  " + "\n  ".join(clashes + missing)
+            )
+        self.late = missing
+
+    def _lacks(self, fqn: str, known: set[str]) -> bool:
+        """Whether a parameter is neither in ``known`` groups of the checkpoint nor has state."""
+        names = self.layout.names_of(fqn)
+        return not known.intersection(names) and not any(n in self.index.state for n in names)
+
     def hand_over(self) -> None:
         """Fill the dict that is loaded; after :meth:`finish` of all that are loaded together."""
         self.value.update(self._result)
@@ -231,16 +241,16 @@ class OptimLoad:
     def _zero_stateless(self, known: set[str]) -> None:
         """In tensors loaded in place, zero the parts of FQNs that were saved without state.
 
-        Fresh tensors have zeros there already; FQNs that are not in the checkpoint at all (which
-        ``strict=False`` admits) keep what they have.
+        Fresh tensors have zeros there already; FQNs that are skipped (which ``strict=False``
+        admits) keep what they have.
         """
         for leaf in self.schedule.leaves:
             if leaf.kind != "local" or not leaf.live or leaf.param is None or leaf.tensor is None:
                 continue
             for segment in self.layout.params[leaf.param].segments:
-                if segment.fqn not in leaf.sources and known.intersection(
-                    self.layout.names_of(segment.fqn)
-                ):
+                if segment.fqn in self.schedule.skip or segment.fqn in leaf.sources:
+                    continue
+                if known.intersection(self.layout.names_of(segment.fqn)):
                     leaf.tensor[segment.offset : segment.offset + segment.numel].zero_()
 
     def release(self) -> None:
