@@ -17,32 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import ExchangeError, UnsupportedTorchError
+from .errors import ExchangeError
 from .exchange_plan import Message
 
-__all__ = ["Channels", "can_connect", "job_store"]
+__all__ = ["Channels"]
 
 _TEXT_LIMIT = 10_000  # characters of an error that are told
-
-
-def can_connect() -> bool:
-    """Whether this torch tells where the ranks of the job can meet."""
-    return hasattr(dist.ProcessGroup, "get_group_store")
-
-
-def job_store() -> Any:
-    """The store that all ranks of the job reach."""
-    world: Any = dist.group.WORLD
-    store = getattr(world, "get_group_store", None)
-    if store is None:
-        raise UnsupportedTorchError(
-            f"torch {torch.__version__} has no ProcessGroup.get_group_store, over which ranks "
-            f"meet to hand on what is read once: pass broadcast=False"
-        )
-    found: Any = store()
-    # A connection of our own where stores can be cloned: a thread that waits for a key keeps all
-    # others of the process from using the same one.
-    return found.clone() if hasattr(found, "clone") else found
 
 
 class Channels:

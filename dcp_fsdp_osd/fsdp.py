@@ -6,7 +6,7 @@ attributes only: nothing is unsharded, gathered, initialized lazily or changed, 
 runs.  An attribute that is not there raises
 :class:`~dcp_fsdp_osd.errors.UnsupportedTorchError`, naming the attribute and the torch version.
 
-Read against torch 2.6 to 2.13 (``torch/distributed/fsdp/_flat_param.py``).
+Read against torch 2.6 to 2.15 (``torch/distributed/fsdp/_flat_param.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from .errors import LayoutError, UnsupportedTorchError
+from .compat import private, root_mesh
+from .errors import LayoutError
 from .geometry import Box, dim_order
 from .layout import FlatLayout, ParamLayout, Segment
 from .placements import dtensor_problem, local_box, wrong_rows
@@ -385,22 +386,13 @@ def _shard_group(
         return ShardGroup(group, None)
     if _get(module, "_fsdp_extension", "FullyShardedDataParallel") is None:
         return ShardGroup(group, mesh, (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)))
-    root = _root_mesh(mesh)
+    root = root_mesh(mesh)
     placements: list[Placement] = [Replicate() for _ in range(root.ndim)]
     if spec is None:
         placements[0] = Shard(0)
     else:
         placements[-2:] = [Shard(0), spec.placements[0]]
     return ShardGroup(group, root, tuple(placements))
-
-
-def _root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    if not hasattr(mesh, "_get_root_mesh"):  # torch 2.6
-        resources = _get(torch.distributed.device_mesh, "_mesh_resources", "device_mesh")
-        found: DeviceMesh = _get(resources, "get_root_mesh", "_MeshEnv")(mesh)
-        return found
-    root: DeviceMesh = mesh._get_root_mesh()
-    return root
 
 
 def _segment(fqn: str, shape: tuple[int, ...], stride: tuple[int, ...], shard: Any) -> Segment:
@@ -459,10 +451,4 @@ def _join(prefix: str, name: str) -> str:
 
 def _get(owner: Any, name: str, of: str) -> Any:
     """A private attribute of FSDP, or an error that names it and the torch version."""
-    try:
-        return getattr(owner, name)
-    except AttributeError as error:
-        raise UnsupportedTorchError(
-            f"torch {torch.__version__} has no {of}.{name}, from which FSDP's layout is read; "
-            f"supported are torch 2.6 to 2.13"
-        ) from error
+    return private(owner, name, of, "from which FSDP's layout is read")

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from .channels import Channels, can_connect, job_store
+from .channels import Channels
+from .compat import job_store
 from .errors import CheckpointMismatchError
 from .exchange import Exchange
 from .exchange_plan import RankSchedule, plan_exchange
@@ -106,7 +107,7 @@ def describe(
     """
     connected = dist.is_available() and dist.is_initialized()
     nccl = connected and "nccl" in dist.get_backend_config()
-    if broadcast == "auto" and not (connected and can_connect()):
+    if broadcast == "auto" and not connected:
         broadcast = False
     if not connected or dist.get_world_size() == 1:
         items = ()  # there is nobody to read for

@@ -306,6 +306,9 @@ def _worker(rank: int, pipe: connection.Connection, log: str, stacks: str) -> No
     threading.Thread(target=_listen, args=(pipe, orders), daemon=True).start()
     import torch
 
+    from tests.torch_gaps import complete_cpu_streams
+
+    complete_cpu_streams()
     torch.set_num_threads(1)
     gc.freeze()  # what importing torch made is not looked through after every call
     pipe.send_bytes(pickle.dumps((True, None)))
@@ -363,13 +366,13 @@ def _clean_up(rank: int, threads_before: set[threading.Thread]) -> bytes:
     """Leave nothing of the last call behind; the answer is whether that was possible."""
     try:
         import torch
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        from tests.torch_gaps import forget_placements
 
         _close_groups()
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(1)
-        # Cached placements hold meshes, and with them groups that are gone.
-        _clear_sharding_prop_cache()
+        forget_placements()
         gc.collect()
         new = [t for t in threading.enumerate() if t not in threads_before and t.is_alive()]
         return pickle.dumps((True, not new))

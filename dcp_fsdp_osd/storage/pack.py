@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp_fsdp_osd.compat import object_bytes
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.checksum import BlockHasher, Checksum
 from dcp_fsdp_osd.storage.entry import block_size, tensor_header, tensor_trailer
@@ -69,7 +70,7 @@ def item_bytes(item: WriteItem) -> int:
     if item.tensor_data is not None:
         numel = math.prod(item.tensor_data.chunk.sizes)
         return numel * int(item.tensor_data.properties.dtype.itemsize)
-    return item.bytes_io_data.nbytes if item.bytes_io_data is not None else 0
+    return object_bytes(item)
 
 
 def plan_files(

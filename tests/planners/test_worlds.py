@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision
 from torch.nn.parallel import DistributedDataParallel
@@ -42,6 +41,7 @@ from tests.models import (
 )
 from tests.planners.checks import assert_same, load, make, save
 from tests.ranks import run_ranks
+from tests.torch_gaps import async_kinds, async_save
 
 # ---------------------------------------------------------------- replicas and subgroups
 
@@ -467,12 +467,12 @@ def test_several_optimizers(tmp_path: Path) -> None:
 def _asynchronous(rank: int, world: int, path: str, kind: str) -> None:
     model, optim = make()
     planner = FlatOptimSavePlanner(model, optim)
-    future = dcp.async_save(
+    future = async_save(
         {"optim": optim.state_dict()},
+        kind=kind,
         storage_writer=FileSystemWriter(path),
         planner=planner,
         process_group=dist.new_group(),  # the other one trains meanwhile
-        async_checkpointer_type=AsyncCheckpointerType(kind),
     )
     before = {"state": {k: dict(v) for k, v in optim.state_dict()["state"].items()}}
     before["state"] = {k: {n: t.clone() for n, t in v.items()} for k, v in before["state"].items()}
@@ -481,6 +481,6 @@ def _asynchronous(rank: int, world: int, path: str, kind: str) -> None:
     assert_same(load(*make(steps=0), path)["state"], before["state"])
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@async_kinds
 def test_async_save(tmp_path: Path, kind: str) -> None:
     run_ranks(_asynchronous, 2, str(tmp_path), kind)

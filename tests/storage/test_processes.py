@@ -18,6 +18,7 @@ from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter
 from tests.ranks import RankError, run_ranks
 from tests.storage.fakes import Script
 from tests.storage.states import assert_same, mixed
+from tests.torch_gaps import async_kinds, async_save, needs_save_without_collectives
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP warns that there is no process group
 
@@ -200,6 +201,7 @@ def _without_collectives(rank: int, world_size: int, path: str) -> None:
     assert_same(found, state)
 
 
+@needs_save_without_collectives
 def test_ranks_that_save_for_themselves(tmp_path: Path) -> None:
     run_ranks(_without_collectives, 2, str(tmp_path / "c"))
     assert {p.name for p in (tmp_path / "c").glob("*.metadata")} == {"__0.metadata", "__1.metadata"}
@@ -208,15 +210,11 @@ def test_ranks_that_save_for_themselves(tmp_path: Path) -> None:
 def _async(rank: int, world_size: int, path: str, kind: str) -> None:
     state = mixed()
     del state["conjugate"]  # torch's stager drops the conjugate bit
-    future = dcp.async_save(
-        state,
-        storage_writer=StreamingWriter(path, fsync=False),
-        async_checkpointer_type=dcp.state_dict_saver.AsyncCheckpointerType(kind),
-    )
+    future = async_save(state, kind=kind, storage_writer=StreamingWriter(path, fsync=False))
     future.result(timeout=100)
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@async_kinds
 def test_async_save(tmp_path: Path, kind: str) -> None:
     run_ranks(_async, 2, str(tmp_path / "c"), kind, timeout=150)
     state = mixed()
