@@ -134,6 +134,8 @@ class FaultProxy:
         self.stopped = threading.Event()
         self.lock = threading.Lock()
         self.requests: list[Recorded] = []
+        self.dropped: set[str] = set()
+        """Names of headers, in lower case, that the server does not get: as if it ignored them."""
         self._rules: list[Rule] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
@@ -290,7 +292,7 @@ class _Handler(BaseHTTPRequestHandler):
         with contextlib.closing(upstream):
             upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
-                if name.lower() not in ("connection", "expect"):
+                if name.lower() not in {"connection", "expect", *self.owner.dropped}:
                     upstream.putheader(name, value)
             upstream.endheaders(self.body)
             answer = upstream.getresponse()

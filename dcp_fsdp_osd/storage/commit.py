@@ -4,15 +4,22 @@ The checkpoint exists when its metadata file does.  So that is put last and in o
 and nothing that a committed metadata file names is touched before another one has replaced it.
 At each moment, whoever is killed, the folder holds the old checkpoint, the new one, or none;
 beside it may lie files that no metadata names, which the next commit there deletes.
+
+Where several saves write to one folder, the first that commits wins: a save replaces the checkpoint
+that it found when it began, or none, and fails where another was committed since.  Commits take
+turns (``turn.py``).  So whatever lay there when a save began may be deleted once it has committed:
+it belonged to the checkpoint that was replaced, to dead saves, or to saves that have lost.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
@@ -20,6 +27,7 @@ from dcp_fsdp_osd.storage.metadata import MAX_METADATA_BYTES, metadata_name
 from dcp_fsdp_osd.storage.session import Session
 from dcp_fsdp_osd.storage.store import Store
 from dcp_fsdp_osd.storage.transfer import Stats
+from dcp_fsdp_osd.storage.turn import Turn
 
 __all__ = ["Committer"]
 
@@ -28,6 +36,19 @@ T = TypeVar("T")
 
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 _NOTE = "aborted"
+_TAIL = 20  # bytes of a metadata file that differ from save to save: its seal
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What lay in the folder when a save began.
+
+    `mark` tells one committed checkpoint from another; None if there was none.
+    """
+
+    names: frozenset[str]
+    others: frozenset[str]  # metadata files in the way of ours, other than the one of our name
+    mark: tuple[int, bytes] | None
 
 
 class Committer:
@@ -53,6 +74,8 @@ class Committer:
         self._name = metadata_name(rank)
         self._overwrite = overwrite
         self._deadline: float | None = None  # of cleaning up, once it has begun
+        self._turn = Turn(self.call, session.url, rank=rank, stall=session.config.stall_seconds)
+        self._begun: _Found | None = None
 
     def call(self, call: Callable[[Store], T], what: str) -> T:
         """`call(store)` with the session's retries."""
@@ -101,28 +124,66 @@ class Committer:
                 f"{self._session.url}: a checkpoint of all ranks exists, which ranks that save "
                 "without collectives cannot replace in one step; write elsewhere"
             )
-        if self._rank is None:
-            self.remove([name for name in found if name.endswith(f".{_NOTE}")])
+        self._begun = self._look(found)
+
+    def _look(self, found: Mapping[str, int]) -> _Found:
+        self._turn.look(found)
+        mark = None
+        if self._name in found:
+            size = found[self._name]
+            tail = bytearray(min(size, _TAIL))
+            try:
+                self.call(
+                    lambda store: store.read_into(self._name, size - len(tail), [memoryview(tail)]),
+                    f"read {self._name}",
+                )
+            except (EOFError, StorageError) as error:
+                # It was replaced after it was listed: what it is now is looked for later.
+                if isinstance(error, StorageError) and not isinstance(
+                    error.__cause__, FileNotFoundError
+                ):
+                    raise
+            mark = (size, bytes(tail))
+        return _Found(frozenset(found), frozenset(self._markers(found) - {self._name}), mark)
 
     def publish(self, data: bytes, files: Mapping[str, int]) -> None:
         """Make `files` (name -> size) the checkpoint that the metadata `data` describes.
 
         Raises:
             CorruptCheckpointError: a file is not as it was written; nothing is committed.
-            StorageError: a checkpoint exists, or the commit failed.
+            StorageError: a checkpoint exists, another save was committed since this one began, or
+                the commit failed.
         """
         try:
-            found = self.call(lambda store: store.sizes(), "list")
-            self._check(files, found)
-            if not self._overwrite and self._name in found:
-                raise self._exists()
+            try:
+                found = self._turn.take()
+                self._check_unchanged(found)
+                self._check(files, found)
+            except BaseException:
+                self.quietly("remove the failed save", lambda: self.remove(files))
+                raise
+            self._put(data, files)
         except BaseException:
-            self.quietly("remove the failed save", lambda: self.remove(files))
+            self.quietly("let other saves commit", self._turn.give_back)
             raise
-        self._put(data, files)
         debris = self._debris(files, found)
-        if debris:
-            self.quietly("remove what the new one replaces", lambda: self.remove(debris))
+        if self._turn.note is not None:
+            debris.append(self._turn.note)
+        self.quietly("remove what the new one replaces", lambda: self.remove(debris))
+
+    def _check_unchanged(self, found: Mapping[str, int]) -> None:
+        """Raise if another save was committed since this one began."""
+        if not self._overwrite and self._name in found:
+            raise self._exists()
+        now = self._look(found)
+        if self._begun is None:
+            self._begun = now
+        if now.mark not in (None, self._begun.mark) or now.others - self._begun.others:
+            raise StorageError(
+                f"{self._session.url}: another save was committed here while this one was written, "
+                "so this one is given up and its files are removed; let every job save to a path "
+                "of its own"
+            )
 
     def remove(self, names: Collection[str]) -> None:
         """Delete files; missing ones are no error."""
@@ -180,11 +241,15 @@ class Committer:
     def _put(self, data: bytes, files: Mapping[str, int]) -> None:
         """The one step after which the checkpoint exists."""
         name = self._name
+        tries = itertools.count()
+
+        def put(store: Store) -> None:
+            if next(tries):
+                self._turn.check(store)
+            store.put(name, data, exclusive=not self._overwrite)
+
         try:
-            self.call(
-                lambda store: store.put(name, data, exclusive=not self._overwrite),
-                f"commit {name}",
-            )
+            self.call(put, f"commit {name}")
         except BaseException as error:
             # The answer may have been lost after the server had done it: look what is there.
             # Where that fails too the files stay, because they may be part of a checkpoint.
@@ -206,14 +271,16 @@ class Committer:
             raise
 
     def _debris(self, files: Mapping[str, int], found: Collection[str]) -> list[str]:
-        """Of the files `found` those of the checkpoint that was replaced and of killed saves."""
+        """What this commit made useless: files `found` that lay there when this save began."""
         own = "__" if self._rank is None else f"__{self._rank}_"
         temporary = re.compile(rf"{re.escape(self._name)}\.[0-9a-f]+\.tmp")
-        markers = self._markers(found) - {self._name}
+        assert self._begun is not None
+        old = self._begun.names & set(found)
+        markers = self._markers(old) - {self._name}
         data = [
             name
-            for name in found
-            if (name.startswith(own) and name.endswith((".distcp", f".{_NOTE}")))
+            for name in old
+            if (name.startswith(own) and name.endswith((".distcp", f".{_NOTE}", ".committing")))
             or temporary.fullmatch(name)
         ]
         # Metadata files first: what is left when this is cut short names no missing file.

@@ -54,8 +54,14 @@ class LocalStore:
     def sizes(self) -> dict[str, int]:
         if not self._root.is_dir():
             return {}
+        found = {}
         with os.scandir(self._root) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+            for entry in entries:
+                # Other saves delete their files while this one lists.
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+        return found
 
     def create(self, name: str, part_size: int, parallel: int) -> _LocalUpload:
         path = self._root / name
@@ -65,6 +71,9 @@ class LocalStore:
     def put(self, name: str, data: bytes, *, exclusive: bool) -> None:
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        if not data and not exclusive:
+            path.touch()  # a note to others who save now: it need not outlive a crash
+            return
         temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         upload = _LocalUpload(temporary, self._fsync)
         try:

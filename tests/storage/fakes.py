@@ -54,8 +54,8 @@ class Script:
             with self.lock:
                 self.held -= size
 
-    def count(self, operation: str) -> int:
-        return sum(call[0] == operation for call in self.calls)
+    def count(self, operation: str, of: str = "") -> int:
+        return sum(call[0] == operation and of in ("", call[1]) for call in self.calls)
 
 
 class ScriptedStore:
@@ -147,15 +147,15 @@ def fail_at(number: int, error: Callable[[], BaseException]) -> Callable[[str, s
 
 
 def fail_first(
-    operation: str, times: int, error: Callable[[], BaseException]
+    operation: str, times: int, error: Callable[[], BaseException], *, of: str = ""
 ) -> Callable[[str, str], None]:
-    """Fails the first `times` calls of an operation."""
+    """Fails the first `times` calls of an operation, on the file `of` if given."""
     lock = threading.Lock()
     left = times
 
     def step(called: str, name: str) -> None:
         nonlocal left
-        if called != operation:
+        if called != operation or of not in ("", name):
             return
         with lock:
             left -= 1
