@@ -10,31 +10,29 @@ we add rides where stock ignores it, as plain tuples, strings and ints:
 - after the pickle's STOP, where ``pickle.load`` stops reading: a seal of 8 bytes magic, the CRC-32
   of all bytes before the seal, and their count.
 
-A pickle can run code.  Reading one here runs none: :class:`_MetadataUnpickler` knows the classes of
-DCP's metadata and refuses any other.
+A pickle can run code.  Reading one here runs none: ``dcp_pickle.py`` knows the classes of DCP's
+metadata and refuses any other.
 """
 
 from __future__ import annotations
 
 import io
-import pathlib
 import pickle
 import struct
 import sys
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.serialization
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, UnsafeCheckpointError
+from dcp_fsdp_osd.storage.cover import check_chunks, check_entries
+from dcp_fsdp_osd.storage.dcp_pickle import check_nesting, load_dcp_pickle
+from dcp_fsdp_osd.storage.pickles import PickleError
 from dcp_fsdp_osd.storage.store import check_name
 
 __all__ = [
@@ -201,11 +199,14 @@ def dump_metadata(metadata: Metadata) -> bytes:
     return data + _SEAL.pack(_MAGIC, zlib.crc32(data), len(data))
 
 
-def load_metadata(data: bytes, what: str, *, allow_pickle: bool = False) -> Metadata:
-    """The metadata in the bytes of a ``.metadata`` file, ours or stock's.
+def load_metadata(
+    data: bytes, what: str, *, allow_pickle: bool = False, rank: int | None = None
+) -> Metadata:
+    """The metadata in the bytes of a ``.metadata`` file, ours or stock's; `rank`'s own if given.
 
     Raises:
-        CorruptCheckpointError: the seal does not match, or the pickle is broken.
+        CorruptCheckpointError: the seal does not match, the pickle is broken, or what it describes
+            is no checkpoint: each tensor's chunks have to fill it, no two entries lie in one place.
         UnsafeCheckpointError: the pickle wants a class that is not DCP metadata's, and not
             `allow_pickle`.
     """
@@ -219,11 +220,13 @@ def load_metadata(data: bytes, what: str, *, allow_pickle: bool = False) -> Meta
                 f"{what}: the checksum does not match its {len(data)} bytes; the file was altered "
                 "or cut off"
             )
-    stream = io.BytesIO(data)
     try:
-        unpickler = pickle.Unpickler(stream) if allow_pickle else _MetadataUnpickler(stream)
-        metadata = unpickler.load()
-        end = stream.tell()
+        if allow_pickle:
+            stream = io.BytesIO(data)
+            metadata = pickle.Unpickler(stream).load()
+            end = stream.tell()
+        else:
+            metadata, end = load_dcp_pickle(data)
     except UnsafeCheckpointError as error:
         raise UnsafeCheckpointError(f"{what}: {error}") from None
     except Exception as error:
@@ -236,11 +239,17 @@ def load_metadata(data: bytes, what: str, *, allow_pickle: bool = False) -> Meta
             f"{' and a seal' if _ATTRIBUTE in vars(metadata) else ''}, found {len(data)} bytes; "
             "the file was altered or cut off"
         )
-    _check_shape(metadata, what)
+    _check_shape(metadata, what, len(data), allow_pickle=allow_pickle)
+    try:
+        check_chunks(metadata, whole=rank is None)
+        if body == len(data):  # no checksum covers them
+            check_entries(metadata.storage_data)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{what}: {error}") from None
     return metadata
 
 
-def _check_shape(metadata: Metadata, what: str) -> None:
+def _check_shape(metadata: Metadata, what: str, size: int, *, allow_pickle: bool) -> None:
     """Refuse metadata whose parts are not of the types that all later code relies on."""
     fields = vars(metadata)
     contents, entries = fields.get("state_dict_metadata"), fields.get("storage_data")
@@ -248,72 +257,11 @@ def _check_shape(metadata: Metadata, what: str) -> None:
         raise CorruptCheckpointError(f"{what}: state_dict_metadata is no dict of names")
     if not isinstance(entries, dict) or not all(isinstance(k, MetadataIndex) for k in entries):
         raise CorruptCheckpointError(f"{what}: storage_data is no dict of entries")
-
-
-def _get_layout(name: object) -> torch.layout:
-    layout = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(layout, torch.layout):
-        raise UnsafeCheckpointError(f"{name!r} is no torch.layout")
-    return layout
-
-
-def _allowed() -> dict[tuple[str, str], Any]:
-    dcp = {
-        name: getattr(dcp_metadata, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    }
-    allowed: dict[tuple[str, str], Any] = {
-        ("torch.distributed.checkpoint.metadata", name): value for name, value in dcp.items()
-    }
-    allowed["torch.distributed.checkpoint.filesystem", "_StorageInfo"] = _StorageInfo
-    allowed["torch.serialization", "_get_layout"] = _get_layout
-    allowed["torch", "Size"] = torch.Size
-    allowed["collections", "OrderedDict"] = OrderedDict
-    for builtin in (set, frozenset, complex, bytearray, slice, range):
-        allowed["builtins", builtin.__name__] = builtin
-        allowed["__builtin__", builtin.__name__] = builtin  # pickle protocols 0 to 2
-    # A checkpoint_id that was a Path; a pure path of the kind touches no file system.
-    for module in ("pathlib", "pathlib._local"):
-        for name in ("PosixPath", "PurePosixPath"):
-            allowed[module, name] = pathlib.PurePosixPath
-        for name in ("WindowsPath", "PureWindowsPath"):
-            allowed[module, name] = pathlib.PureWindowsPath
-    # Before torch 2.4 the properties were those of ShardedTensor.
-    from torch.distributed._shard.sharded_tensor import metadata as sharded
-
-    for name in ("MEM_FORMAT_ENCODING", "TensorProperties"):
-        if hasattr(sharded, name):
-            allowed["torch.distributed._shard.sharded_tensor.metadata", name] = getattr(
-                sharded, name
-            )
-    return allowed
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Finds the classes of DCP metadata, torch's dtypes and plain containers, and no others."""
-
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream)
-        self._allowed = _allowed()
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = self._allowed.get((module, name))
-        if found is None and module == "torch" and name.isidentifier():
-            value = getattr(torch, name, None)
-            if isinstance(value, torch.dtype):
-                found = value
-        if found is None:
-            raise UnsafeCheckpointError(
-                f"the pickle wants {module}.{name}, which is no part of DCP metadata. Loading it "
-                "could run code: pass allow_pickle=True only if you trust where it comes from."
-            )
-        return found
+    if allow_pickle:
+        return
+    try:
+        for name, value in fields.items():
+            if name not in ("state_dict_metadata", "storage_data", "storage_meta"):
+                check_nesting(value, 16 * size)
+    except PickleError as error:
+        raise CorruptCheckpointError(f"{what}: not a pickle of DCP metadata: {error}") from None

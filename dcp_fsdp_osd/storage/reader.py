@@ -147,6 +147,7 @@ class StreamingReader(StorageReader):
                     data,
                     f"{self._session.url}/{metadata_name(rank)}",
                     allow_pickle=self._allow_pickle,
+                    rank=rank,
                 )
             except BaseException as error:
                 self._global_error = error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,25 @@ class Index:
                 f"{index.fqn}: an entry at offset {offset}, but no such chunk in the metadata"
             )
         return found
+
+    def check(
+        self, index: MetadataIndex, sizes: Sequence[int], dtype: torch.dtype, info: EntryInfo
+    ) -> None:
+        """Compare an entry's own description with the metadata's, where no checksum does.
+
+        Raises:
+            CorruptCheckpointError: they differ.
+        """
+        expected = self.sizes(index)
+        stored = self._metadata.state_dict_metadata[index.fqn]
+        assert isinstance(stored, TensorStorageMetadata)  # it has sizes
+        wanted = stored.properties.dtype
+        if tuple(sizes) != expected or dtype != wanted:
+            raise CorruptCheckpointError(
+                f"{info.name}: {index.fqn} (entry at byte {info.offset}): expected {wanted} of "
+                f"sizes {expected}, as the metadata say, found {dtype} of sizes {tuple(sizes)}. "
+                "One of them was altered; load another checkpoint."
+            )
 
     def _read_shapes(self, fqn: str) -> dict[tuple[int, ...], tuple[int, ...]]:
         stored = self._metadata.state_dict_metadata.get(fqn)
@@ -268,6 +288,7 @@ class WholeEntry(Entry):
 
     items: list[Item] = field(default_factory=list)
     data: bytearray | None = None
+    shapes: Index | None = None  # of the metadata, which a plain tensor has to agree with
 
     def plan(self) -> list[Segment]:
         """What to read: all of it."""
@@ -309,6 +330,9 @@ class WholeEntry(Entry):
         """Copy the boxes that the items want out of the tensor that the bytes hold."""
         assert self.data is not None
         tensor = self._tensor(allow_pickle=allow_pickle)
+        if self.shapes is not None and is_plain(tensor):
+            at = self.items[0].read.storage_index
+            self.shapes.check(at, tensor.shape, tensor.dtype, self.info)
         for item in self.items:
             read = item.read
             box = narrowed_view(tensor, read.storage_offsets, read.lengths)
@@ -394,12 +418,18 @@ def tensor_entry(
 
 
 def foreign_entry(
-    number: int, info: EntryInfo, fqn: str, head: bytes, tail: bytes
+    number: int, info: EntryInfo, index: MetadataIndex, shapes: Index, ends: tuple[bytes, bytes]
 ) -> TensorEntry | None:
-    """An entry of stock's, as its own header describes it; None where it must be loaded whole."""
-    plain = parse_foreign(head, tail, info.length, ITEMSIZES)
+    """An entry of stock's, as its own header describes it; None where it must be loaded whole.
+
+    Raises:
+        CorruptCheckpointError: it holds another tensor than the metadata say.
+    """
+    plain = parse_foreign(*ends, info.length, ITEMSIZES)
     if plain is None:
         return None
+    fqn = index.fqn
+    shapes.check(index, plain.sizes, DTYPES[plain.dtype], info)
     return TensorEntry(
         number,
         info,

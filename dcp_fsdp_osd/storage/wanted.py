@@ -62,6 +62,7 @@ class Wanted:
         size_of: Callable[[str], int],
         ends_of: Callable[[Sequence[Group]], Sequence[tuple[bytes, bytes]]],
     ) -> None:
+        self._index = index
         self._planner = planner
         self._stats = stats
         self._limit = limit
@@ -87,9 +88,9 @@ class Wanted:
                 self._whole(info, group)
             else:
                 foreign.append((info, group))
-        for (info, group), (head, tail) in zip(foreign, ends_of(foreign), strict=True):
-            fqn = group[0].storage_index.fqn
-            parsed = foreign_entry(len(self.entries), info, fqn, head, tail)
+        for (info, group), ends in zip(foreign, ends_of(foreign), strict=True):
+            at = group[0].storage_index
+            parsed = foreign_entry(len(self.entries), info, at, index, ends)
             if parsed is None:
                 self._whole(info, group)
             else:
@@ -98,6 +99,8 @@ class Wanted:
     def _whole(self, info: EntryInfo, group: list[ReadItem]) -> None:
         entry = WholeEntry(len(self.entries), info, group[0].storage_index.fqn)
         entry.items = [Item(read, entry) for read in group]
+        if info.kind is None and group[0].type != LoadItemType.BYTE_IO:
+            entry.shapes = self._index
         self.entries.append(entry)
         self._stats.add(needed=info.length)
         self._check_size(entry)

@@ -187,7 +187,8 @@ def test_sizes_are_checked_before_memory_is_taken(saved: Path) -> None:
 
 def test_chunks_that_cannot_be(saved: Path) -> None:
     def change(metadata: Metadata) -> None:
-        metadata.state_dict_metadata["weight"].chunks[0].sizes = torch.Size([200, 300])
+        stored = metadata.state_dict_metadata["weight"]
+        stored.size = stored.chunks[0].sizes = torch.Size([200, 300])
 
     edit(saved, change)
     planner = BoxPlanner("weight", [((0, 0), (200, 300))])

@@ -1,0 +1,319 @@
+"""An interpreter of the pickles that hold plain data and a few known classes, and of no others.
+
+``pickle.Unpickler`` with an allow-list is not enough for a file that an enemy wrote: a class that
+it gives out can be changed for the whole process (BUILD sets attributes on whatever is on the
+stack), allowed callables can be called with a size to allocate, nested tuples end the process when
+they are hashed, and a memo index of four bytes allocates the memo.  So here
+
+- what stands for a class is a :class:`Maker`, which nothing but REDUCE, NEWOBJ and BUILD of its own
+  instances can use, and which looks at its arguments;
+- opcodes that metadata and headers do not need are refused: extensions, persistent ids (unless
+  asked for), text numbers, classes by INST and OBJ;
+- all that is hashed is flat and short, marks nest at most ``MAX_MARKS`` deep, and the containers,
+  the memo and the stack are bounded by the length of the pickle.
+
+Protocols 2 to 5 as ``pickle.dump`` writes them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_fsdp_osd.errors import UnsafeCheckpointError
+
+__all__ = ["MAX_FLAT", "MAX_MARKS", "SCALARS", "Maker", "PickleError", "is_flat", "load_pickle"]
+
+MAX_MARKS = 100
+MAX_FLAT = 64  # values in a tuple that may be hashed; torch has no more dimensions
+_BATCH = 1024  # opcodes between two looks at the stack and the memo
+_MOST_OPEN = 1 << 16  # values on the stack; pickle writes containers by 1000 values
+
+SCALARS: frozenset[type] = frozenset({str, int, float, bool, bytes, complex, type(None)})
+
+
+class PickleError(ValueError):
+    """The bytes are no pickle that is read here; says where and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """What stands for a class or function in a pickle; never the class itself.
+
+    Attributes:
+        name: for errors.
+        call: makes a value from the arguments of REDUCE, and raises ValueError or TypeError for
+            others.
+        new: makes an instance without state, for NEWOBJ without arguments.
+    """
+
+    name: str
+    call: Callable[..., Any] | None = None
+    new: Callable[[], Any] | None = None
+
+
+def is_flat(value: object, hashable: frozenset[type] = SCALARS) -> bool:
+    """Whether it is a scalar, or a short tuple or list of scalars."""
+    kind = type(value)
+    if kind in hashable:
+        return True
+    return (
+        isinstance(value, tuple | list)
+        and len(value) <= MAX_FLAT
+        and all(type(each) in hashable for each in value)
+    )
+
+
+def load_pickle(
+    data: bytes,
+    find: Callable[[str, str], Any],
+    *,
+    hashable: frozenset[type] = SCALARS,
+    builders: Mapping[type, Callable[[Any, Any], None]] | None = None,
+    persistent: Callable[[Any], Any] | None = None,
+) -> tuple[Any, int]:
+    """The value that a pickle describes, and the offset behind its STOP.
+
+    Args:
+        find: what stands for a global of a module and name: a :class:`Maker`, or a harmless value.
+        hashable: types that may be keys, and elements of tuples that are; :data:`SCALARS` at least.
+        builders: exact type of an instance -> what gives it its state, for BUILD.
+        persistent: what a persistent id stands for.
+
+    Raises:
+        PickleError: they are no such pickle.
+        Whatever `find` raises.
+    """
+    try:
+        return _run(data, find, hashable, builders or {}, persistent)
+    except (PickleError, UnsafeCheckpointError):
+        raise
+    except IndexError:
+        raise PickleError("it ends early, or takes more from its stack than there is") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as e:
+        raise PickleError(f"{type(e).__name__}: {str(e)[:200]}") from None
+
+
+def _run(  # noqa: PLR0912, PLR0915
+    data: bytes,
+    find: Callable[[str, str], Any],
+    hashable: frozenset[type],
+    builders: Mapping[type, Callable[[Any, Any], None]],
+    persistent: Callable[[Any], Any] | None,
+) -> tuple[Any, int]:
+    size = len(data)
+    stack: list[Any] = []
+    marks: list[list[Any]] = []
+    memo: list[Any] = []
+    made, most = 0, size // 4 + 64
+    at = 0
+    while True:
+        if made > most or len(memo) > most or len(stack) > _MOST_OPEN:
+            raise PickleError(f"too many values for {size} bytes, at byte {at}")
+        for _ in range(_BATCH):
+            op = data[at]
+            at += 1
+            if op == 0x94:  # MEMOIZE
+                memo.append(stack[-1])
+            elif op == 0x68:  # BINGET
+                stack.append(memo[data[at]])
+                at += 1
+            elif op == 0x6A:  # LONG_BINGET
+                stack.append(memo[_U32.unpack_from(data, at)[0]])
+                at += 4
+            elif op == 0x4B:  # BININT1
+                stack.append(data[at])
+                at += 1
+            elif op == 0x29:  # EMPTY_TUPLE
+                stack.append(())
+            elif op == 0x85:  # TUPLE1
+                stack[-1] = (stack[-1],)
+                made += 1
+            elif op == 0x52:  # REDUCE
+                args = stack.pop()
+                maker = stack[-1]
+                if type(maker) is not Maker or maker.call is None or type(args) is not tuple:
+                    raise PickleError(f"a call of {_shown(maker)} at byte {at}")
+                stack[-1] = maker.call(*args)
+                made += 1
+            elif op == 0x86:  # TUPLE2
+                last = stack.pop()
+                stack[-1] = (stack[-1], last)
+                made += 1
+            elif op == 0x28:  # MARK
+                if len(marks) >= MAX_MARKS:
+                    raise PickleError(f"values nest deeper than {MAX_MARKS}, at byte {at}")
+                marks.append(stack)
+                stack = []
+            elif op == 0x81:  # NEWOBJ
+                args = stack.pop()
+                maker = stack[-1]
+                plain = type(args) is tuple and not args
+                if type(maker) is not Maker or maker.new is None or not plain:
+                    raise PickleError(f"an instance of {_shown(maker)} at byte {at}")
+                stack[-1] = maker.new()
+                made += 1
+            elif op == 0x7D:  # EMPTY_DICT
+                stack.append({})
+                made += 1
+            elif op == 0x75:  # SETITEMS
+                items, stack = stack, marks.pop()
+                _fill(stack[-1], items, hashable)
+            elif op == 0x62:  # BUILD
+                state = stack.pop()
+                build = builders.get(type(stack[-1]))
+                if build is None:
+                    raise PickleError(f"a state for {_shown(stack[-1])} at byte {at}")
+                build(stack[-1], state)
+            elif op == 0x8C:  # SHORT_BINUNICODE
+                begin = at + 1
+                at = begin + data[at]
+                if at > size:
+                    raise PickleError("it ends in a text")
+                stack.append(data[begin:at].decode("utf-8", "surrogatepass"))
+            elif op == 0x4D:  # BININT2
+                stack.append(data[at] | data[at + 1] << 8)
+                at += 2
+            elif op == 0x4A:  # BININT
+                stack.append(_I32.unpack_from(data, at)[0])
+                at += 4
+            elif op == 0x8A:  # LONG1
+                raw = _take(data, at + 1, data[at])
+                at += 1 + len(raw)
+                stack.append(int.from_bytes(raw, "little", signed=True))
+            elif op == 0x74:  # TUPLE
+                items, stack = stack, marks.pop()
+                stack.append(tuple(items))
+                made += 1
+            elif op == 0x87:  # TUPLE3
+                last = stack.pop()
+                middle = stack.pop()
+                stack[-1] = (stack[-1], middle, last)
+                made += 1
+            elif op == 0x4E:  # NONE
+                stack.append(None)
+            elif op == 0x89:  # NEWFALSE
+                stack.append(False)
+            elif op == 0x88:  # NEWTRUE
+                stack.append(True)
+            elif op == 0x5D:  # EMPTY_LIST
+                stack.append([])
+                made += 1
+            elif op == 0x61:  # APPEND
+                value = stack.pop()
+                _list(stack[-1]).append(value)
+            elif op == 0x65:  # APPENDS
+                items, stack = stack, marks.pop()
+                _list(stack[-1]).extend(items)
+            elif op == 0x73:  # SETITEM
+                value = stack.pop()
+                name = stack.pop()
+                _fill(stack[-1], [name, value], hashable)
+            elif op in (0x71, 0x72):  # BINPUT, LONG_BINPUT
+                raw = _take(data, at, 1 if op == 0x71 else 4)
+                at += len(raw)
+                number = int.from_bytes(raw, "little")
+                if number > len(memo):
+                    raise PickleError(f"memo {number} at byte {at}, after {len(memo)} others")
+                memo[number : number + 1] = [stack[-1]]
+            elif op in _COUNTED:
+                wide, make = _COUNTED[op]
+                count = int.from_bytes(_take(data, at, wide), "little")
+                stack.append(make(_take(data, at + wide, count)))
+                at += wide + count
+            elif op == 0x47:  # BINFLOAT
+                stack.append(_F64.unpack_from(data, at)[0])
+                at += 8
+            elif op == 0x8F:  # EMPTY_SET
+                stack.append(set())
+                made += 4  # one of these takes as much as four others
+            elif op == 0x90:  # ADDITEMS
+                items, stack = stack, marks.pop()
+                if type(stack[-1]) is not set:
+                    raise PickleError(f"items of {_shown(stack[-1])} at byte {at}")
+                stack[-1].update(_keys(items, hashable))
+            elif op == 0x91:  # FROZENSET
+                items, stack = stack, marks.pop()
+                stack.append(frozenset(_keys(items, hashable)))
+                made += 4
+            elif op == 0x93:  # STACK_GLOBAL
+                name = stack.pop()
+                module = stack.pop()
+                if type(name) is not str or type(module) is not str:
+                    raise PickleError(f"a global without a name at byte {at}")
+                stack.append(find(module, name))
+            elif op == 0x63:  # GLOBAL
+                middle = data.index(b"\n", at, at + 256)
+                end = data.index(b"\n", middle + 1, middle + 256)
+                stack.append(find(data[at:middle].decode(), data[middle + 1 : end].decode()))
+                at = end + 1
+            elif op == 0x51 and persistent is not None:  # BINPERSID
+                stack[-1] = persistent(stack[-1])
+            elif op == 0x95:  # FRAME
+                at += 8
+            elif op == 0x80:  # PROTO
+                if not 2 <= data[at] <= 5:
+                    raise PickleError(f"protocol {data[at]} at byte {at}")
+                at += 1
+            elif op == 0x2E:  # STOP
+                value = stack.pop()
+                if stack or marks:
+                    raise PickleError(f"values are left at byte {at}")
+                return value, at
+            else:
+                raise PickleError(f"opcode {op:#04x} at byte {at - 1}")
+
+
+def _take(data: bytes, at: int, count: int) -> bytes:
+    if count > len(data) - at:
+        raise PickleError(f"{count} bytes are announced at byte {at}, {len(data) - at} are left")
+    return data[at : at + count]
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
+
+
+_U32, _I32, _F64 = struct.Struct("<I"), struct.Struct("<i"), struct.Struct(">d")
+# Opcode -> bytes of the count that follows, and what is made of as many bytes after it.
+_COUNTED: Mapping[int, tuple[int, Callable[[bytes], Any]]] = {
+    0x58: (4, _text),  # BINUNICODE
+    0x8D: (8, _text),  # BINUNICODE8
+    0x43: (1, bytes),  # SHORT_BINBYTES
+    0x42: (4, bytes),  # BINBYTES
+    0x8E: (8, bytes),  # BINBYTES8
+    0x96: (8, bytearray),  # BYTEARRAY8
+}
+
+
+def _keys(values: list[Any], hashable: frozenset[type]) -> list[Any]:
+    for value in values:
+        kind = type(value)
+        if kind not in hashable and not (isinstance(value, tuple) and is_flat(value, hashable)):
+            raise PickleError(f"{_shown(value)} where a key belongs")
+    return values
+
+
+def _fill(target: Any, items: list[Any], hashable: frozenset[type]) -> None:
+    keys = items[::2]
+    if type(target) not in (dict, OrderedDict) or len(items) % 2:
+        raise PickleError(f"items of {_shown(target)}")
+    if set(map(type, keys)) != _TEXTS:
+        _keys(keys, hashable)
+    target.update(zip(keys, items[1::2], strict=True))
+
+
+_TEXTS = frozenset({str})
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise PickleError(f"items of {_shown(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    return value.name if isinstance(value, Maker) else f"a {type(value).__name__}"
