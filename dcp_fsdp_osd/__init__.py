@@ -20,7 +20,7 @@ from .model_state import FlatModelState
 from .optim_state import FlatOptimState
 from .save_planner import FlatOptimSavePlanner
 from .storage import StreamingReader, StreamingWriter, latest
-from .verify import Difference, verify_model_state, verify_optim_state
+from .verify import Difference, Verification, verify_model_state, verify_optim_state
 
 __all__ = [
     "CheckpointMismatchError",
@@ -40,6 +40,7 @@ __all__ = [
     "StreamingWriter",
     "UnsafeCheckpointError",
     "UnsupportedTorchError",
+    "Verification",
     "latest",
     "verify_model_state",
     "verify_optim_state",

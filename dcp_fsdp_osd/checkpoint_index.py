@@ -62,6 +62,13 @@ class CheckpointIndex:
         """Keys of ``state`` and ``param_groups`` where they are one object each."""
         return [name for name in (self.one_state, self.one_list) if name is not None]
 
+    def options(self) -> set[str]:
+        """Names of the param groups' options, as far as metadata tells them."""
+        return {str(path[0]) for paths in self.groups.values() for path in paths if path} - {
+            "params",
+            "param_names",
+        }
+
     def known_groups(self) -> list[list[str]] | None:
         """The FQNs of each group where metadata alone tells them; None if they must be read."""
         if self.info is not None:

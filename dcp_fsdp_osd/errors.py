@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 __all__ = [
     "CheckpointMismatchError",
@@ -20,6 +20,7 @@ __all__ = [
     "StorageError",
     "UnsafeCheckpointError",
     "UnsupportedTorchError",
+    "listed",
     "message_of",
     "portable_errors",
     "survives_pickling",
@@ -59,6 +60,13 @@ class CorruptCheckpointError(StorageError):
 
 class UnsafeCheckpointError(FlatOptimError, ValueError):
     """A checkpoint wants to run code, or to reach outside of its own folder, when read."""
+
+
+def listed(lines: Iterable[str], most: int = 10) -> str:
+    """Lines for a message, indented below its first: no more than ``most``, and a count."""
+    every = list(lines)
+    more = [f"... and {len(every) - most} more"] if len(every) > most else []
+    return "\n  ".join(every[:most] + more)
 
 
 def survives_pickling(error: BaseException) -> bool:

@@ -34,7 +34,7 @@ from .compat import private, root_mesh
 from .errors import LayoutError
 from .geometry import Box, dim_order
 from .layout import FlatLayout, ParamLayout, Segment
-from .placements import dtensor_problem, local_box, wrong_rows
+from .placements import dtensor_problem, local_box, placement_text, wrong_rows
 
 __all__ = ["ShardGroup", "Target", "describe_target", "unmet_params"]
 
@@ -208,7 +208,13 @@ def _describe_plain(
         sharded = not all(placement.is_replicate() for placement in param.placements)
         problem = dtensor_problem(fqns[0], param)
         layout = ParamLayout(
-            (fqns[0],), (shape,), "dtensor", sharded=sharded, part=part, problem=problem
+            (fqns[0],),
+            (shape,),
+            "dtensor",
+            sharded=sharded,
+            part=part,
+            problem=problem,
+            placed=placement_text(param),
         )
     known[id(param)] = (layout, param.device, {})
     aliases.update((fqn, fqns[0]) for fqn in fqns[1:])

@@ -121,6 +121,7 @@ class ParamLayout:
             sharded over. Groups that hold replicas may cut them at different places.
         part: of kind ``"dtensor"``: (offsets, sizes) of this rank's box, if it is not the whole.
         problem: why its state cannot be saved or loaded, of which other ranks may not know.
+        placed: of kind ``"dtensor"``: how it lies on its mesh (``placement_text``).
     """
 
     fqns: tuple[str, ...]
@@ -132,6 +133,7 @@ class ParamLayout:
     part: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     column: int = 0
     problem: str = ""
+    placed: str = ""
 
     @property
     def empty(self) -> bool:

@@ -41,7 +41,13 @@ class FormLoad(OptimLoad):
         self._fqn_of: dict[str, str] = {}  # key of an entry -> the parameter that it is state of
 
     def plan(self) -> LoadSchedule:
-        self.schedule = schedule = check_params(self.target, self.index, self.key, self.quantized)
+        self.schedule = schedule = check_params(
+            self.target,
+            self.index,
+            key=self.key,
+            quantized=self.quantized,
+            optim_class=self.optim_class,
+        )
         if self.idle:
             return schedule
         unknown = set(self.index.state) - set(self.names())

@@ -8,7 +8,7 @@ match is told as lines, not raised, so that all of it can be told at once for al
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from .load_schedule import (
     object_item,
     whole_chunk,
 )
+from .optim_class import OptimClass
 from .optim_state import param_id
 from .quantized_load import QuantizedLoad
 from .tree import Path, dotted, leaves
@@ -47,8 +48,10 @@ def plan_load(
     target: Target,
     index: CheckpointIndex,
     live: Mapping[str, Any],
+    *,
     key: str,
     quantized: QuantizedLoad,
+    optim_class: OptimClass,
 ) -> LoadSchedule:
     """Plan the reads of one optimizer on one rank.
 
@@ -58,20 +61,26 @@ def plan_load(
         live: the state dict that is loaded into; ``{}`` if it is to be made anew.
         key: of the optimizer, for messages.
         quantized: by which ``live`` was split.
+        optim_class: of the optimizer, beside that of the checkpoint.
 
     Raises:
         CorruptCheckpointError: a saved tensor lacks elements that this rank needs.
     """
-    planner = _Planner(target, index, live, key, quantized)
+    planner = _Planner(target, index, live, key=key, quantized=quantized, optim_class=optim_class)
     planner.plan()
     return planner.result
 
 
 def check_params(
-    target: Target, index: CheckpointIndex, key: str, quantized: QuantizedLoad
+    target: Target,
+    index: CheckpointIndex,
+    *,
+    key: str,
+    quantized: QuantizedLoad,
+    optim_class: OptimClass,
 ) -> LoadSchedule:
     """Only the problems of :func:`plan_load`, as far as they do not depend on how ranks shard."""
-    planner = _Planner(target, index, {}, key, quantized)
+    planner = _Planner(target, index, {}, key=key, quantized=quantized, optim_class=optim_class)
     planner.check()
     return planner.result
 
@@ -82,10 +91,14 @@ class _Planner:
         target: Target,
         index: CheckpointIndex,
         live: Mapping[str, Any],
+        *,
         key: str,
         quantized: QuantizedLoad,
+        optim_class: OptimClass,
     ) -> None:
         self.target = target
+        self.optim_class = optim_class
+        self.foreign: dict[tuple[str, ...], list[str]] = {}  # names of state -> FQNs
         self.quantized = quantized
         self.layout = target.layout
         self.index = index
@@ -105,10 +118,11 @@ class _Planner:
             quantized = self.quantized.check_whole(number, self.saved.keys(sources))
             self.problems += quantized
             self.saved.misshapen(param, sources, whole=True)
-            if quantized:
+            if self._unusable(number, param, self.saved.keys(sources).values()) or quantized:
                 self.result.keep.add(number)
         for fqn in self.index.opaque:
             self.problems.append(f"{fqn}: has state that was saved per rank, as no whole tensor")
+        self._warn_of_class()
 
     def plan(self) -> None:
         if self.saved.nothing():
@@ -132,6 +146,7 @@ class _Planner:
                     leaf = self._leaf("group", None, name, (), {name: name}, storage)
                     items += self._read(leaf, name, storage, [(None, whole_chunk(storage))])
         items += [object_item(name) for name in self.index.whole_objects()]
+        self._warn_of_class()
 
     def _plan_param(self, number: int, param: ParamLayout) -> list[ReadItem]:
         sources = self.saved.sources(param)
@@ -143,6 +158,9 @@ class _Planner:
             return []
         sources = {fqn: name for fqn, name in sources.items() if fqn not in wrong}
         if not (sources or opaque) or param.empty or self.saved.was_absent(param, sources):
+            return []
+        if self._unusable(number, param, [*self.saved.keys(sources).values(), *opaque]):
+            self.result.keep.add(number)
             return []
         items: list[ReadItem] = []
         first = len(self.result.leaves)
@@ -178,6 +196,47 @@ class _Planner:
                 stacklevel=2,
             )
         return [item for item in items if not self._skipped(item)]
+
+    def _unusable(self, number: int, param: ParamLayout, paths: Iterable[Path]) -> bool:
+        """Whether the optimizer's class would not find in the saved state what a step needs."""
+        names = frozenset(str(path[0]) for path in paths if path)
+        if not names:
+            return False
+        dims = self.target.params[number].dim()
+        live = self.live_of.get(number)
+        if live:  # what of it is missing is told one by one
+            makes: frozenset[str] | None = frozenset(map(str, live))
+        else:
+            makes = self.optim_class.makes(number, dims)
+            missing = self.optim_class.lacking(number, dims, names)
+            if missing:
+                self.problems.append(
+                    f"{param.fqns[0]}: expected {missing!r} in the checkpoint, without which "
+                    f"{self.optim_class.name} does not make a step, found state "
+                    f"{', '.join(sorted(names))} of {self.optim_class.saved_by()}"
+                )
+                return True
+        if makes is not None and names - makes:
+            self.foreign.setdefault(tuple(sorted(names - makes)), []).extend(param.fqns)
+        return False
+
+    def _warn_of_class(self) -> None:
+        """State and options of another optimizer are taken over, and that is said."""
+        lines = []
+        if self.optim_class.differs:
+            options = ", ".join(sorted(self.index.options())) or "all options"
+            lines.append(
+                f"the checkpoint was saved by {self.optim_class.saved_by()}, this optimizer is "
+                f"{self.optim_class.name}; of the checkpoint's param groups are taken: {options}"
+            )
+        for names, fqns in self.foreign.items():
+            more = f" and {len(fqns) - 3} more" if len(fqns) > 3 else ""
+            lines.append(
+                f"state that {self.optim_class.name} does not keep is loaded: {', '.join(names)} "
+                f"(of {', '.join(fqns[:3])}{more})"
+            )
+        if lines:
+            warnings.warn(f"{self.key}: " + "\n  ".join(lines), stacklevel=2)
 
     def _tell_siblings(self, param: ParamLayout, lines: Sequence[str]) -> None:
         """Name all parameters of a flat parameter that is skipped as a whole."""

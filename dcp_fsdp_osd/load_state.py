@@ -19,6 +19,7 @@ from .layout import without_wrappers
 from .load_plan import plan_load
 from .load_schedule import Leaf, LoadSchedule
 from .memory import empty_for_reading
+from .optim_class import OptimClass
 from .optim_state import is_flattened, is_guarded, mark_loaded, param_id, without_guard
 from .param_groups import SavedGroups, match_groups
 from .placements import like_param
@@ -70,6 +71,8 @@ class OptimLoad:
         names = [n for fqn in self.layout.ids for n in self.layout.names_of(fqn)]
         self.index = index_checkpoint(metadata, path, names)
         self.quantized = QuantizedLoad(target, self.index, metadata, path, optim)
+        saved_by = self.index.info.optimizers if self.index.info is not None else ()
+        self.optim_class = OptimClass(optim, saved_by, self.index.options())
         if self.applies:
             self.live = self.quantized.split(self.live)
         self.schedule = LoadSchedule()
@@ -80,7 +83,14 @@ class OptimLoad:
         self._scalars_in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def plan(self) -> LoadSchedule:
-        self.schedule = plan_load(self.target, self.index, self.live, self.key, self.quantized)
+        self.schedule = plan_load(
+            self.target,
+            self.index,
+            self.live,
+            key=self.key,
+            quantized=self.quantized,
+            optim_class=self.optim_class,
+        )
         return self.schedule
 
     def _is_flat_form(self) -> bool:

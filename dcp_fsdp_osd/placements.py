@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .geometry import Box
+from .memory import empty_for_reading
 
-__all__ = ["dtensor_problem", "like_param", "local_box", "wrong_rows"]
+__all__ = ["Placed", "dtensor_problem", "like_param", "local_box", "placement_text", "wrong_rows"]
 
 _Rows = tuple[range, ...]
 
@@ -41,6 +45,112 @@ def local_box(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Si
     """This rank's box of a DTensor; without elements where it has none."""
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return Box(tuple(offsets), tuple(sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """How a DTensor lies on a mesh: what is needed to make one, and to know what a rank has of it.
+
+    Attributes:
+        shape: of the whole tensor.
+        stride: of the whole tensor; None for row-major order.
+        device: of the local part (an offloaded parameter's is not its mesh's).
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    device: torch.device
+    stride: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, value: DTensor) -> Placed:
+        return cls(
+            value.device_mesh, value.placements, value.shape, value.device, tuple(value.stride())
+        )
+
+    @classmethod
+    def read(cls, text: str, shape: Sequence[int], param: DTensor) -> Placed | None:
+        """From what :func:`placement_text` wrote, on the mesh of ``param``; None if it says not.
+
+        On a mesh of other dimensions a replicated tensor is replicated, and one that is cut along
+        one dimension is so over the mesh dimension that cuts the parameter.
+        """
+        names, *codes = json.loads(text)
+        mesh = param.device_mesh
+        found = [_placement(code) for code in codes]
+        placements = tuple(placement for placement in found if placement is not None)
+        if len(placements) < len(found):
+            return None
+        if names and set(names) < set(mesh.mesh_dim_names or ()):
+            mesh = mesh[tuple(names)]
+        if len(placements) != mesh.ndim:
+            mesh = param.device_mesh
+            cuts = [placement for placement in placements if not placement.is_replicate()]
+            here = [n for n, p in enumerate(param.placements) if not p.is_replicate()]
+            if len(cuts) > 1 or (cuts and (len(here) != 1 or hasattr(cuts[0], "split_factor"))):
+                return None
+            cut = cuts[0] if cuts else Replicate()
+            at = here[0] if cuts else None
+            placements = tuple(cut if n == at else Replicate() for n in range(mesh.ndim))
+        return cls(mesh, placements, torch.Size(shape), param.device)
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """This rank's box, if it has one with elements."""
+        if self.mesh.get_coordinate() is None:
+            return []
+        box = local_box(self.mesh, self.placements, self.shape)
+        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+        return [chunk] if all(box.sizes) else []
+
+    def empty(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """A DTensor whose local part is fresh memory."""
+        sizes = local_box(self.mesh, self.placements, self.shape).sizes
+        stride = self.stride or torch.empty(self.shape, device="meta").stride()
+        value = DTensor.from_local(
+            empty_for_reading(sizes, dtype, self.device),
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=stride,
+        )
+        return value.to(self.device)
+
+    def alike(self, value: torch.Tensor) -> bool:
+        """Whether ``value`` is a DTensor that lies so."""
+        return (
+            isinstance(value, DTensor)
+            and value.placements == self.placements
+            and value.device_mesh == self.mesh
+        )
+
+
+def placement_text(value: DTensor) -> str:
+    """Names of the mesh dimensions, and the placement in each: JSON, the same on all ranks."""
+    names = value.device_mesh.mesh_dim_names
+    return json.dumps([list(names or ()), *map(_code, value.placements)])
+
+
+def _code(placement: Placement) -> list[str | int]:
+    if placement.is_replicate():
+        return ["replicate"]
+    if isinstance(placement, Shard) and type(placement) is Shard:
+        return ["shard", placement.dim]
+    if hasattr(placement, "split_factor") and hasattr(placement, "dim"):
+        return ["strided", placement.dim, placement.split_factor]
+    return ["other", str(placement)]
+
+
+def _placement(code: Sequence[Any]) -> Placement | None:
+    kind, *numbers = code
+    if kind == "replicate":
+        return Replicate()
+    if kind == "shard":
+        return Shard(*numbers)
+    if kind == "strided":
+        return _StridedShard(numbers[0], split_factor=numbers[1])
+    return None
 
 
 def like_param(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,7 @@ class Report:
     int_keys: list[list[str]] = field(default_factory=list)
     scalars: dict[str, str] = field(default_factory=dict)  # key -> digest
     quantized: QuantizedReport = field(default_factory=QuantizedReport)
+    optimizer: dict[str, Any] | None = None  # as of ``describe_optim``
     model: bool = False  # of a model, which has no groups and whose values may differ
 
 

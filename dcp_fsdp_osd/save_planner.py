@@ -9,7 +9,7 @@ names, boxes and digests.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ from .errors import LayoutError
 from .fsdp import describe_target
 from .layout import FlatLayout
 from .model_state import find_model, model_entries
+from .optim_class import describe_optim
 from .optim_state import SaveEntries, is_flattened, save_entries, without_guard
 from .param_groups import merge_groups
 from .quantized_save import agree_on_quantized
@@ -114,6 +115,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim)
         layouts = {name: describe_target(model, each).layout for name, each in optims.items()}
         self._init(layouts, default_planner_options, key_tuple(model_key))
+        self._optimizers = {name: describe_optim(each) for name, each in optims.items()}
 
     @classmethod
     def from_layouts(
@@ -143,6 +145,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         super().__init__(**options)
         self._layouts = layouts
         self._model_keys = model_keys
+        self._optimizers = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -217,6 +220,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
                 }
             ),
             quantized=entries.quantized,
+            optimizer=self._optimizers.get(key),
         )
         users = set(entries.user)
         for where, value in entries.plain.items():  # belongs to no rank: the same everywhere
@@ -299,6 +303,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
                     list(p) for p in dict.fromkeys(tuple(p) for r in reports for p in r.int_keys)
                 ],
                 quantized=[vars(how) for how in quantized],
+                optimizers=_distinct(r.optimizer for r in reports),
             )
         plans = share_out(plans, to_lowest=self.dedup_save_to_lowest_rank)
         global_plan, metadata = super().create_global_plan(plans)
@@ -391,6 +396,12 @@ def _shard_item(index: MetadataIndex, view: torch.Tensor, shape: tuple[int, ...]
             size=torch.Size(shape),
         ),
     )
+
+
+def _distinct(values: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    found.extend(value for value in values if value is not None and value not in found)
+    return found
 
 
 def _absent(item: WriteItem) -> torch.Tensor:

@@ -37,6 +37,10 @@ class SavedInfo:
         odd: keys of whole tensors that do not have their parameter's shape.
         int_keys: paths below ``state`` of mappings whose keys are integers.
         quantized: how each state that is quantized in blocks is made again (``Quantized``).
+        placed: key of a value under a DTensor parameter that does not lie as the parameter does ->
+            how it lies (``placement_text``); "" for a whole tensor that is no DTensor.
+        optimizers: class and defaults of the optimizer (``describe_optim``); several where ranks
+            differ in it.
     """
 
     groups: Sequence[Sequence[str]] = ()
@@ -46,6 +50,8 @@ class SavedInfo:
     odd: Sequence[str] = ()
     int_keys: Sequence[Sequence[str]] = ()
     quantized: Sequence[Mapping[str, Any]] = ()
+    placed: Mapping[str, str] = field(default_factory=dict)
+    optimizers: Sequence[Mapping[str, Any]] = ()
 
     @staticmethod
     def pack(infos: Mapping[str, SavedInfo]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from .comparison import Comparison, Difference, ModelComparison, OptimComparison
-from .errors import FlatOptimError
+from .errors import FlatOptimError, listed
 from .fsdp import describe_target
 from .load_state import OptimLoad
 from .model_load import ModelLoad
@@ -33,10 +33,47 @@ from .optim_state import FlatOptimState, load_object
 from .shared_reads import narrowed
 from .storage import StreamingReader
 
-__all__ = ["Difference", "verify_model_state", "verify_optim_state"]
+__all__ = ["Difference", "Verification", "verify_model_state", "verify_optim_state"]
 
 _SCRATCH_BYTES = 4 << 20
 """Most bytes of one read, where the reader can read parts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What a comparison with a checkpoint found; the same on every rank.
+
+    Iterating gives each :class:`Difference`. It has no truth value, because ``if verify(...):``
+    would read well either way round: ask for :attr:`ok`.
+
+    Attributes:
+        what: what was compared, in words.
+        differences: in the order of their names.
+    """
+
+    what: str
+    differences: tuple[Difference, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all is the same, bit for bit."""
+        return not self.differences
+
+    def __iter__(self) -> Iterator[Difference]:
+        return iter(self.differences)
+
+    def __len__(self) -> int:
+        return len(self.differences)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"expected .ok to be asked for, found a Verification used as a bool: {self}"
+        )
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.what}: the same in the checkpoint and live"
+        return f"{self.what}: {len(self)} differ:\n  {listed(map(str, self))}"
 
 
 def verify_optim_state(
@@ -47,7 +84,7 @@ def verify_optim_state(
     key: str = "optim",
     process_group: dist.ProcessGroup | None = None,
     max_ranges: int = 16,
-) -> list[Difference]:
+) -> Verification:
     """Where a checkpoint and a live optimizer differ: in state, in what has state, in options.
 
     Collective over ``process_group`` (of all that loads the checkpoint; by default the default
@@ -62,7 +99,8 @@ def verify_optim_state(
         max_ranges: most element ranges that are told of one tensor.
 
     Returns:
-        The same list on every rank; empty if all is the same. Padding is not compared.
+        The same on every rank: ``.ok`` if all is the same; iterating gives what differs. Padding
+        is not compared.
 
     Raises:
         CheckpointException: on every rank, if planning or reading failed on any.
@@ -77,7 +115,9 @@ def verify_optim_state(
         plan = OptimLoad(target, path, value, optim=optim, metadata=metadata, strict=True)
         return OptimComparison(plan, metadata, max_ranges)
 
-    return _verify(begin, checkpoint, process_group)
+    return Verification(
+        f"{type(optim).__name__} {key!r}", _verify(begin, checkpoint, process_group)
+    )
 
 
 def verify_model_state(
@@ -87,7 +127,7 @@ def verify_model_state(
     key: str = "model",
     process_group: dist.ProcessGroup | None = None,
     max_ranges: int = 16,
-) -> list[Difference]:
+) -> Verification:
     """Where a checkpoint and a live model's weights, buffers and extra states differ.
 
     As :func:`verify_optim_state`. Of tied parameters the first name that the checkpoint has is
@@ -99,14 +139,16 @@ def verify_model_state(
         plan = ModelLoad(path, FlatModelState(model).state_dict(), metadata=metadata)
         return ModelComparison(plan, metadata, max_ranges)
 
-    return _verify(begin, checkpoint, process_group)
+    return Verification(
+        f"{type(model).__name__} {key!r}", _verify(begin, checkpoint, process_group)
+    )
 
 
 def _verify(
     begin: Callable[[Metadata], Comparison],
     checkpoint: str | os.PathLike[str] | StorageReader,
     group: dist.ProcessGroup | None,
-) -> list[Difference]:
+) -> tuple[Difference, ...]:
     if isinstance(checkpoint, StorageReader):
         reader = checkpoint
     else:
@@ -140,8 +182,8 @@ class _Found:
     error: str = ""
 
 
-def _merged(told: list[_Found]) -> list[Difference]:
-    """One list from those of all ranks: what several found alike is one difference."""
+def _merged(told: list[_Found]) -> tuple[Difference, ...]:
+    """One tuple from those of all ranks: what several found alike is one difference."""
     known = {name for each in told for name in each.names}
     ranks: dict[Difference, list[int]] = {}
     for each in told:
@@ -152,7 +194,7 @@ def _merged(told: list[_Found]) -> list[Difference]:
         ]
         for difference in [*each.differences, *extra]:
             ranks.setdefault(difference, []).append(each.rank)
-    return sorted(dataclasses.replace(d, ranks=tuple(found)) for d, found in ranks.items())
+    return tuple(sorted(dataclasses.replace(d, ranks=tuple(found)) for d, found in ranks.items()))
 
 
 class _ComparingPlanner(LoadPlanner):

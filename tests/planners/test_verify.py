@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from dcp_fsdp_osd import (
     FlatOptimState,
     StreamingReader,
     StreamingWriter,
+    Verification,
     verify_model_state,
     verify_optim_state,
 )
@@ -56,8 +58,8 @@ def _same(rank: int, world: int, path: str, kind: str, optim: str) -> None:
     train_steps(model, optimizer, 2)
     save(model, optimizer, path)
     with WireBytes() as wire:
-        assert verify_model_state(model, path) == []
-        assert verify_optim_state(model, optimizer, path) == []
+        assert verify_model_state(model, path).ok
+        assert verify_optim_state(model, optimizer, path).ok
     assert wire.tensors < 4096
     state = {
         "model": get_model_state_dict(model),
@@ -65,13 +67,13 @@ def _same(rank: int, world: int, path: str, kind: str, optim: str) -> None:
     }
     dcp.save(state, storage_writer=FileSystemWriter(path + "-stock"))
     reader = FileSystemReader(path + "-stock")
-    assert verify_model_state(model, reader) == []
-    assert verify_optim_state(model, optimizer, reader) == []
+    assert verify_model_state(model, reader).ok
+    assert verify_optim_state(model, optimizer, reader).ok
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     if optim != "tensor_lr":  # which stock cannot flatten
         flat = {"optim": get_optimizer_state_dict(model, optimizer, options=options)}
         dcp.save(flat, storage_writer=FileSystemWriter(path + "-flat"))
-        assert verify_optim_state(model, optimizer, path + "-flat") == []
+        assert verify_optim_state(model, optimizer, path + "-flat").ok
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +89,7 @@ def test_optimizers(tmp_path: Path, optim: str) -> None:
 
 def _other_layout(rank: int, world: int, path: str, use_orig_params: bool) -> None:
     model = wrap_fsdp1(Mlp(), policy="root", use_orig_params=use_orig_params)
-    assert verify_model_state(model, path) == []
+    assert verify_model_state(model, path).ok
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1)
@@ -122,7 +124,7 @@ def _damage(rank: int, world: int, path: str) -> list[Any]:
     state["exp_avg"][2] = math.nan
     save(model, optim, path)
     before = {k: v.clone() for k, v in state.items()}
-    assert verify_optim_state(model, optim, path) == []  # a NaN is itself
+    assert verify_optim_state(model, optim, path).ok  # a NaN is itself
     assert_same(state, before)
     found = []
     if rank == 1:
@@ -130,8 +132,8 @@ def _damage(rank: int, world: int, path: str) -> list[Any]:
         state["exp_avg_sq"][9] += 1
         state["exp_avg"].view(torch.int32)[2] += 1  # another NaN
         state["exp_avg"][5] = -state["exp_avg"][5]
-    found.append(verify_optim_state(model, optim, path))
-    found.append(verify_optim_state(model, optim, path, max_ranges=1))
+    found.append(list(verify_optim_state(model, optim, path)))
+    found.append(list(verify_optim_state(model, optim, path, max_ranges=1)))
     for group in optim.param_groups:
         group["lr"] = 0.25
         group["new"] = None
@@ -140,7 +142,7 @@ def _damage(rank: int, world: int, path: str) -> list[Any]:
     state["other"] = torch.zeros(2)
     state["exp_avg"] = state["exp_avg"].double()
     del optim.state[inner(inner(model).last).weight]
-    found.append(verify_optim_state(model, optim, path))
+    found.append(list(verify_optim_state(model, optim, path)))
     return found
 
 
@@ -207,7 +209,7 @@ def test_differences_of_an_optimizer(tmp_path: Path) -> None:
 def _damaged_model(rank: int, world: int, path: str) -> list[Difference]:
     model = wrap_rich(Rich(seed=1))
     save(model, adamw(model), path)
-    assert verify_model_state(model, path) == []
+    assert verify_model_state(model, path).ok
     rich = inner(model)
     with torch.no_grad():
         if rank == 1:
@@ -218,7 +220,7 @@ def _damaged_model(rank: int, world: int, path: str) -> list[Difference]:
     rich.register_buffer("late", torch.zeros(2))
     rich.norm.running_var = torch.zeros(6, dtype=torch.float64)
     del rich.norm.running_mean
-    return verify_model_state(model, path)
+    return list(verify_model_state(model, path))
 
 
 def test_differences_of_a_model(tmp_path: Path) -> None:
@@ -301,7 +303,7 @@ def _memory(rank: int, world: int, path: str) -> list[int]:
         release_freed_memory()
         with PeakMemory() as peak:
             found = verify_optim_state(model, optim, path)
-        assert bool(found) == wrong
+        assert found.ok != wrong
         extra.append(peak.extra)
     return extra
 
@@ -320,10 +322,39 @@ def test_a_reader_of_ones_own(tmp_path: Path) -> None:
     state = {"app": {"opt": optim.state_dict(), "net": model.state_dict()}}
     dcp.save(state, storage_writer=StreamingWriter(tmp_path), planner=planner)
     reader = StreamingReader(tmp_path, concurrency=1)
-    assert verify_optim_state(model, optim, reader, key="app.opt") == []
-    assert verify_model_state(model, reader, key="app.net") == []
-    (found,) = verify_model_state(model, reader, key="elsewhere")[:1]
+    assert verify_optim_state(model, optim, reader, key="app.opt").ok
+    assert verify_model_state(model, reader, key="app.net").ok
+    found, *_ = verify_model_state(model, reader, key="elsewhere")
     assert found.what == "not in the checkpoint"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_result_cannot_be_misread(tmp_path: Path) -> None:
+    model = Mlp(depth=5)
+    optim = adamw(model)
+    train_steps(model, optim, 1)
+    save(model, optim, str(tmp_path))
+    same = verify_optim_state(model, optim, tmp_path)
+    weights = verify_model_state(model, tmp_path)
+    train_steps(model, optim, 1)
+    other = verify_optim_state(model, optim, tmp_path)
+    changed = verify_model_state(model, tmp_path)
+    assert same.ok is True and weights.ok is True
+    assert other.ok is False and changed.ok is False
+    for result in (same, other, weights, changed):
+        for misread in (bool, lambda r: not r, lambda r: r and 1, lambda r: 1 if r else 0):
+            with pytest.raises(TypeError, match=r"expected \.ok to be asked for"):
+                misread(result)
+        assert isinstance(result, Verification)
+        assert list(result) == list(result.differences) and len(result) == len(list(result))
+        assert all(isinstance(difference, Difference) for difference in result)
+        assert pickle.loads(pickle.dumps(result)) == result
+    assert str(same) == "AdamW 'optim': the same in the checkpoint and live"
+    assert str(weights) == "Mlp 'model': the same in the checkpoint and live"
+    head, *lines = str(other).splitlines()
+    assert head == f"AdamW 'optim': {len(other)} differ:" and len(other) > 11
+    assert [line.strip() for line in lines[:10]] == [str(d) for d in other][:10]
+    assert lines[10:] == [f"  ... and {len(other) - 10} more"]
 
 
 # ------------------------------------------------------------------- pure
