@@ -35,8 +35,9 @@ from .load_state import OptimLoad
 from .model_load import ModelLoad
 from .model_state import find_model
 from .optim_state import load_object
-from .read_once import Broadcast, RankReads, SharedReads, describe, plan_reads
+from .read_once import Broadcast, RankReads, SharedReads, about_reader, describe, plan_reads
 from .shared_reads import in_order
+from .storage.identity import Identity, check_one_checkpoint, identify
 from .tree import find_optim, key_tuple, with_optim_removed
 
 __all__ = ["FlatOptimLoadPlanner"]
@@ -54,6 +55,7 @@ class _LocalData:
     extra: dict[str, str]  # key -> what to say of FQNs in the checkpoint that no rank knows
     strict: bool
     reads: RankReads
+    checkpoint: Identity
 
 
 @dataclasses.dataclass
@@ -237,6 +239,8 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         """The reads of this rank: DCP's default ones, and those of its own elements."""
         plan = self._default_plan()
         self.original_state_dict = self._given  # where DCP's default planner puts objects
+        if self.metadata is None:
+            raise CheckpointMismatchError("expected set_up_planner to be called first")
         items = list(plan.items)
         problems: dict[str, list[str]] = {}
         names: dict[str, list[str]] = {}
@@ -252,7 +256,8 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         self._items = in_order(items)
         reads = describe(self._items, self._place, self._broadcast, self._rank0_only)
         extra = {key: load.what for key, load in self._loads.items()}
-        data = _LocalData(problems, names, saved, extra, self._strict, reads)
+        checkpoint = identify(self.metadata)
+        data = _LocalData(problems, names, saved, extra, self._strict, reads, checkpoint)
         return dataclasses.replace(plan, items=list(items), planner_data=data)
 
     def _place(self, item: ReadItem) -> tuple[torch.dtype | None, torch.device]:
@@ -289,6 +294,15 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             raise CheckpointMismatchError(
                 "expected FlatOptimLoadPlanner on every rank, found another planner"
             )
+        check_one_checkpoint(
+            [
+                dataclasses.replace(d.checkpoint, place=about["url"])
+                if "url" in about
+                else d.checkpoint
+                for d, about in zip(data, map(about_reader, global_plan), strict=True)
+            ],
+            [d.reads.rank for d in data],
+        )
         skipped: list[str] = []
         for key in dict.fromkeys(key for d in data for key in d.problems):
             found: dict[str, list[int]] = {}
@@ -309,7 +323,10 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             skipped += lines
         if self.metadata is None:
             raise CheckpointMismatchError("expected set_up_planner to be called first")
-        shared = plan_reads(global_plan, [d.reads for d in data], self.metadata)
+        shared = None
+        # Ranks that have metadata each of their own have nothing in common, whatever its name.
+        if all(d.checkpoint.save is not None for d in data):
+            shared = plan_reads(global_plan, [d.reads for d in data], self.metadata)
         told = [
             dataclasses.replace(
                 plan, planner_data=_FinalData(skipped, shared[rank] if shared else None)

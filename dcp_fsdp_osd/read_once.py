@@ -27,7 +27,7 @@ from .exchange_plan import RankSchedule, plan_exchange
 from .shared_reads import Participant, in_order
 from .storage.location import is_local
 
-__all__ = ["Broadcast", "RankReads", "SharedReads", "describe", "plan_reads"]
+__all__ = ["Broadcast", "RankReads", "SharedReads", "about_reader", "describe", "plan_reads"]
 
 Broadcast = bool | Literal["auto"]
 
@@ -140,7 +140,7 @@ def plan_reads(
         CheckpointMismatchError: a storage reader changed the items of a plan (their order aside),
             and what is to be shared was asked for.
     """
-    readers = [_about_reader(plan) for plan in plans]
+    readers = [about_reader(plan) for plan in plans]
     able = [bool(about.get("can_read", True)) for about in readers]
     settings = [t.broadcast for t in told]
     if len(plans) < 2 or (False in settings and all(able)):
@@ -196,7 +196,7 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _about_reader(plan: LoadPlan) -> dict[str, Any]:
+def about_reader(plan: LoadPlan) -> dict[str, Any]:
     """What the rank's storage reader says of itself; nothing, if it is not one of ours."""
     data = plan.storage_data
     about = data.get("dcp_fsdp_osd") if isinstance(data, dict) else None

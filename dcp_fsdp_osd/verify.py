@@ -32,6 +32,7 @@ from .model_state import FlatModelState
 from .optim_state import FlatOptimState, load_object
 from .shared_reads import narrowed
 from .storage import StreamingReader
+from .storage.identity import check_one_checkpoint, identify
 
 __all__ = ["Difference", "Verification", "verify_model_state", "verify_optim_state"]
 
@@ -216,6 +217,7 @@ class _ComparingPlanner(LoadPlanner):
     ) -> None:
         if metadata is None:
             raise ValueError("expected the checkpoint's metadata, found none")
+        self._checkpoint = identify(metadata)
         self._comparison = self._begin(metadata)
 
     @property
@@ -228,9 +230,10 @@ class _ComparingPlanner(LoadPlanner):
         items = self.comparison.items()
         if self._parts:
             items = [p for i in items for p in _parts(i, self.comparison.dtype_of(i).itemsize)]
-        return LoadPlan(items)
+        return LoadPlan(items, planner_data=self._checkpoint)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        check_one_checkpoint([plan.planner_data for plan in global_plan])
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:

@@ -7,9 +7,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dcp_fsdp_osd.storage.location import join
-from dcp_fsdp_osd.storage.session import make_session
-from dcp_fsdp_osd.storage.store import Backend
+import torch.distributed as dist
+
+from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.location import join, resolve
+from dcp_fsdp_osd.storage.once import from_first_rank
+from dcp_fsdp_osd.storage.session import Session, make_session
+from dcp_fsdp_osd.storage.store import Backend, Commit
 from dcp_fsdp_osd.storage.transfer import Stats
 
 __all__ = ["latest"]
@@ -20,6 +24,7 @@ def latest(
     *,
     backend: Backend = "auto",
     storage_options: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> str | None:
     """The path or URL of the newest committed checkpoint in a folder of checkpoints; None if none.
 
@@ -27,16 +32,36 @@ def latest(
     is the one whose ``.metadata`` was written last.  Where the clock does not tell (S3 counts in
     seconds), the greater name is newer, numbers in it compared as numbers: step-100 after step-20.
     Half-written folders are not seen.  The arguments are those of ``StreamingReader``.
+
+    With a `process_group`, its first rank looks, and all of its ranks, which must all call this,
+    get that one answer.  Ranks that look for themselves while a save ends may find different ones,
+    which the load then refuses.
     """
-    session = make_session(path_or_url, backend=backend, storage_options=storage_options)
+
+    def newest() -> str | None:
+        session = make_session(path_or_url, backend=backend, storage_options=storage_options)
+        try:
+            found = _commits(session)
+        finally:
+            session.close()
+        if not found:
+            return None
+        return max(found, key=lambda commit: (int(commit.modified), _natural(commit.folder))).folder
+
+    folder = from_first_rank(process_group, "find the latest checkpoint", newest)
+    return None if folder is None else join(resolve(path_or_url), folder)
+
+
+def _commits(session: Session) -> list[Commit]:
     try:
-        found = session.call(session.store.commits, "list", Stats())
-    finally:
-        session.close()
-    if not found:
-        return None
-    newest = max(found, key=lambda commit: (int(commit.modified), _natural(commit.folder)))
-    return join(os.fspath(path_or_url), newest.folder)
+        return session.call(session.store.commits, "list", Stats())
+    except Exception as error:
+        failure = session.portable(error)
+        if failure is error and not isinstance(error, FileNotFoundError):
+            raise
+    if isinstance(failure, FileNotFoundError):
+        raise StorageError(f"{session.url}: the bucket or folder does not exist") from failure
+    raise failure
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

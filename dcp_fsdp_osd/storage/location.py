@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 
 from dcp_fsdp_osd.errors import StorageError
-from dcp_fsdp_osd.storage.redact import display_url
+from dcp_fsdp_osd.storage.redact import display_url, redact, url_secrets
 
 __all__ = ["is_local", "join", "resolve", "split_url"]
 
@@ -110,11 +110,12 @@ def _check_path(path: str, shown: str) -> None:
         scheme = first
     if scheme is not None:
         rest = re.split(rf"(?:^|/){re.escape(scheme)}:?/*", path, maxsplit=1)[1]
-        raise StorageError(
-            f"{shown} is a local path, but looks like the URL "
-            f"{display_url(f'{scheme}://{rest}')!r}. pathlib and os.path break URLs: pass a URL "
-            f"as a str, with two slashes{otherwise}"
+        url = f"{scheme}://{rest}"
+        message = (
+            f"{shown} is a local path, but looks like the URL {display_url(url)!r}. pathlib and "
+            f"os.path break URLs: pass a URL as a str, with two slashes{otherwise}"
         )
+        raise StorageError(redact(message, url_secrets(url)))
     if "~" in names or names[0].startswith("~"):
         raise StorageError(
             f"{shown}: '~' is not expanded here; pass os.path.expanduser(path){otherwise}"

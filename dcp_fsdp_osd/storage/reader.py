@@ -17,6 +17,7 @@ from torch.futures import Future
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.checksum import Checksum, checksum_named
 from dcp_fsdp_osd.storage.fetch import Fetcher
+from dcp_fsdp_osd.storage.identity import Identity, check_one_checkpoint, identify
 from dcp_fsdp_osd.storage.metadata import (
     MAX_METADATA_BYTES,
     checksum_name,
@@ -172,18 +173,27 @@ class StreamingReader(StorageReader):
         ``storage_data`` becomes ``{"dcp_fsdp_osd": {...}}``, of plain types only: ``reads_parts``
         (part of an entry costs about its own bytes, wherever it lies), ``reports_errors`` (the
         planner's ``on_read_error`` is called), ``url`` (without secrets), ``remote`` (not the
-        local file system).
+        local file system), ``save`` (which save it reads, see ``identity.py``).
         """
         about = {
             "reads_parts": True,
             "reports_errors": True,
             "url": self._session.url,
             "remote": not self._session.is_local,
+            "save": None if self._metadata is None else identify(self._metadata).save,
         }
         return replace(plan, storage_data={"dcp_fsdp_osd": about})
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """The plans as they are, if all ranks read the same checkpoint.
+
+        Raises:
+            CheckpointMismatchError: they do not; DCP then raises on every rank.
+        """
+        told = [plan.storage_data for plan in plans]
+        found = [data["dcp_fsdp_osd"] for data in told if isinstance(data, dict)]
+        if len(found) == len(plans):
+            check_one_checkpoint([Identity(about["save"], about["url"]) for about in found])
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

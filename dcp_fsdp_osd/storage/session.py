@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from dcp_fsdp_osd.errors import StorageError, message_of, survives_pickling
 from dcp_fsdp_osd.storage.location import is_local, resolve, split_url
-from dcp_fsdp_osd.storage.redact import display_url, redact
+from dcp_fsdp_osd.storage.redact import cleaned, display_url, redact, url_secrets
 from dcp_fsdp_osd.storage.store import Backend, Store, StoreConfig, open_store
 from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats, retrying
 
@@ -56,6 +56,11 @@ class Session:
         return display_url(self.config.url)
 
     @property
+    def secrets(self) -> Mapping[str, Any]:
+        """Options and parts of the URL that must not be shown."""
+        return {**self.config.options, "url": url_secrets(self.config.url)}
+
+    @property
     def is_local(self) -> bool:
         """Whether it is the local (or a mounted) file system."""
         return is_local(self.config.url)
@@ -87,12 +92,17 @@ class Session:
             store.close()
 
     def portable(self, error: BaseException) -> BaseException:
-        """`error`, or a StorageError of its text if it does not survive pickling."""
+        """`error`, or one to be raised in its place, outside of the ``except`` block: without
+        secrets, and a StorageError of its text if it does not survive pickling.
+        """
+        error = cleaned(error, self.secrets)
         if survives_pickling(error):
             return error
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
-        text = redact(message_of(error), self.config.options)
-        return StorageError(f"{self.url}: rank {self.rank}: {kind}: {text[:500]}")
+        text = redact(message_of(error), self.secrets)
+        portable = StorageError(f"{self.url}: rank {self.rank}: {kind}: {text[:500]}")
+        portable.__cause__ = error
+        return portable
 
     def call(
         self,
@@ -109,7 +119,7 @@ class Session:
             stats=stats,
             what=f"{self.url}: {what}",
             rank=self.rank,
-            options=self.config.options,
+            secrets=self.secrets,
             stopped=stopped,
         )
 
@@ -132,7 +142,7 @@ def portable_errors(method: Callable[Concatenate[S, P], T]) -> Callable[Concaten
             portable = self._session.portable(error)
             if portable is error:
                 raise
-            raise portable from error
+        raise portable
 
     return call
 

@@ -72,16 +72,19 @@ class Commit:
     modified: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StoreConfig:
     """All that is needed to open a store again, in any process.  `options` may hold secrets."""
 
     url: str
     backend: Backend = "auto"
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict)
     stall_seconds: float = 60.0
     fsync: bool = True
     concurrency: int = 8
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({display_url(self.url)!r}, backend={self.backend!r})"
 
 
 class NoRetryError(Exception):

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
-from dcp_fsdp_osd.errors import FlatOptimError, StorageError
-from dcp_fsdp_osd.storage.redact import redact
+from dcp_fsdp_osd.errors import FlatOptimError, StorageError, message_of
+from dcp_fsdp_osd.storage.redact import cleaned, redact
 from dcp_fsdp_osd.storage.store import NoRetryError, Store
 
 __all__ = ["Budget", "InOrder", "Pool", "RetryPolicy", "Stats", "retrying"]
@@ -95,7 +95,7 @@ def retrying(
     stats: Stats,
     what: str,
     rank: int,
-    options: Mapping[str, Any],
+    secrets: Mapping[str, Any],
     stopped: Callable[[], bool] = lambda: False,
 ) -> T:
     """`call()`, again and again while it fails transiently.
@@ -121,16 +121,17 @@ def retrying(
             over = time.monotonic() + pause - begin > policy.seconds
             over = over or attempt == policy.tries or stopped()
             if over or isinstance(raised, NoRetryError) or not store.is_transient(error):
-                found = f"{type(error).__name__}: {error}"
-                text = redact(found, options)
-                tried = f"{attempt} {'try' if attempt == 1 else 'tries'}"
-                raise StorageError(
-                    f"{what}: rank {rank} gave up after {tried}: {text[:500]}"
-                ) from (error if text == found else None)
+                failure = error
+                break
             stats.add(retries=1)
             logger.warning("%s: try %d failed with %s", what, attempt, type(error).__name__)
             time.sleep(pause)
-    raise AssertionError("unreachable")
+    # Here, where what was caught is not the context of what is raised: it may hold secrets.
+    text = redact(f"{type(failure).__name__}: {message_of(failure)}", secrets)
+    tried = f"{attempt} {'try' if attempt == 1 else 'tries'}"
+    raise StorageError(f"{what}: rank {rank} gave up after {tried}: {text[:500]}") from cleaned(
+        failure, secrets
+    )
 
 
 class Budget:
