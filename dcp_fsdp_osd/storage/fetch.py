@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from dcp_fsdp_osd.errors import CorruptCheckpointError
 from dcp_fsdp_osd.storage.checksum import BlockHasher, Checksum
 from dcp_fsdp_osd.storage.foreign import HEAD_BYTES, TAIL_BYTES
-from dcp_fsdp_osd.storage.memory import DTYPES, ScratchPool, view_bytes
+from dcp_fsdp_osd.storage.memory import DTYPES, ScratchPool, revoke, view_bytes
 from dcp_fsdp_osd.storage.progress import Progress
 from dcp_fsdp_osd.storage.ranges import Fetch, Segment, coalesce
 from dcp_fsdp_osd.storage.session import Session
@@ -98,9 +98,19 @@ class Fetcher:
         self._scratch = ScratchPool(self._limit + self._limit // 8, max_inflight // self._limit + 1)
         self._entries: list[Entry] = []
         self._items: list[Item] = []
+        self._under_way: dict[int, _Job] = {}  # by id
 
     def run(self, reads: Sequence[ReadItem]) -> None:
         """Read all items and commit each to the planner."""
+        try:
+            self._run(reads)
+        except BaseException:
+            # A thread that was left behind must not find what it was to fill: others use it now.
+            for job in self._under_way.values():
+                revoke(job.views)
+            raise
+
+    def _run(self, reads: Sequence[ReadItem]) -> None:
         session = self._session
         threads = session.config.concurrency
         with Pool(
@@ -212,6 +222,7 @@ class Fetcher:
             job.buffer = self._scratch.take(used, next(filter(None, devices), None))
             whole = view_bytes(job.buffer)
         job.views = [whole[p[0] : p[1]] if isinstance(p, tuple) else p for p in parts]
+        self._under_way[id(job)] = job
         self._pool.submit(partial(self._read, job))
 
     def _lay_out(
@@ -237,7 +248,8 @@ class Fetcher:
         at, end = segment.start - segment.origin, segment.end - segment.origin
         items = [self._items[piece.key] for piece in segment.pieces]
         shared = any(b.start < a.end for a, b in itertools.pairwise(segment.pieces))
-        if shared or any(item.view is None for item in items):
+        direct = self._limits.revocable and all(item.view is not None for item in items)
+        if shared or not direct:
             # Two items want the same bytes, or bytes cannot land in a destination: land once in a
             # buffer, and move on from there.
             begin, _ = stage(end - at)
@@ -299,6 +311,7 @@ class Fetcher:
 
     def _finish(self, jobs: Iterable[_Job]) -> None:
         for job in jobs:
+            del self._under_way[id(job)]
             self._land(job)
             fetch = job.fetch
             size = fetch.end - fetch.start

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fsspec import AbstractFileSystem
+from fsspec.asyn import sync
 from fsspec.core import url_to_fs
+from fsspec.implementations.http import HTTPFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from dcp_fsdp_osd.errors import StorageError
@@ -22,6 +24,7 @@ from dcp_fsdp_osd.storage.store import (
     Store,
     StoreConfig,
     causes,
+    check_range,
     scatter,
 )
 
@@ -57,15 +60,19 @@ def open_fsspec(config: StoreConfig) -> Store:
 class FsspecStore:
     """A folder of an fsspec file system.  Files are written as streams, several side by side."""
 
-    limits = Limits(order="stream", read_copies=1, write_copies=1, gap=1 << 17)
+    limits = Limits(order="stream", read_copies=1, write_copies=1, gap=1 << 17, revocable=True)
 
     def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         self._fs = fs
         self._root = path.rstrip("/")
 
     def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
-        size = sum(map(len, pieces))
-        scatter(self._fs.cat_file(self._path(name), start=offset, end=offset + size), pieces)
+        path, end = self._path(name), offset + sum(map(len, pieces))
+        if isinstance(self._fs, HTTPFileSystem):
+            data = sync(self._fs.loop, _http_range, self._fs, path, offset, end)
+        else:
+            data = self._fs.cat_file(path, start=offset, end=end)
+        scatter(data, pieces)
 
     def read(self, name: str, limit: int) -> bytes:
         size = self.size(name)
@@ -154,6 +161,22 @@ def int_or_zero(value: object) -> int:
         return int(value)  # type: ignore[call-overload, no-any-return]
     except (TypeError, ValueError):
         return 0
+
+
+async def _http_range(fs: Any, url: str, start: int, end: int) -> bytes:
+    """As ``HTTPFileSystem.cat_file``, which does not look at what the answer says that it is."""
+    if start == end:
+        return b""
+    options = dict(fs.kwargs)
+    options["headers"] = {**(options.get("headers") or {}), "Range": f"bytes={start}-{end - 1}"}
+    session = await fs.set_session()
+    async with session.get(fs.encode_url(url), **options) as answer:
+        if answer.status == 416:
+            raise EOFError("the range begins behind the end of the file")
+        fs._raise_not_found_for_status(answer, url)
+        said = answer.headers.get("Content-Range")
+        check_range(said, display_url(url), start, end, answer.content_length)
+        return bytes(await answer.read())
 
 
 class _StreamUpload:

@@ -6,17 +6,20 @@ import contextlib
 import errno
 import os
 import re
+import stat
 import threading
 import uuid
 from collections.abc import Iterable, Sequence
+from io import FileIO
 from pathlib import Path
 
 from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.memory import copy_bytes
 from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig
 
 __all__ = ["LocalStore"]
 
-_IOV_MAX = 1024  # pieces of one preadv or pwritev, on Linux and macOS
+_IOV_MAX = 1024  # pieces of one pwritev, on Linux and macOS
 # Linux moves at most 2 GiB - 4 KiB in one call; the loops below continue after a short transfer.
 
 
@@ -26,7 +29,7 @@ class LocalStore:
     Read errors are not retried: the kernel has already done so.
     """
 
-    limits = Limits(order="any", read_copies=0, write_copies=0, gap=1 << 12)
+    limits = Limits(order="any", read_copies=0, write_copies=0, gap=1 << 12, revocable=True)
 
     def __init__(self, config: StoreConfig) -> None:
         path = re.sub(r"^(file|local)://", "", config.url)
@@ -34,19 +37,24 @@ class LocalStore:
         self._fsync = config.fsync
 
     def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
-        fd = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _transfer(fd, offset, pieces, reading=True)
-        finally:
-            os.close(fd)
+        with self._open(name) as file:
+            _receive(file.fileno(), offset, pieces)
 
     def read(self, name: str, limit: int) -> bytes:
-        size = self.size(name)
-        if size > limit:
-            raise StorageError(f"{name} has {size} bytes; at most {limit} are read")
-        data = bytearray(size)
-        self.read_into(name, 0, [memoryview(data)])
-        return bytes(data)
+        with self._open(name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise StorageError(f"{name} has {size} bytes; at most {limit} are read")
+            return file.readall()
+
+    def _open(self, name: str) -> FileIO:
+        # Not blocking: opening a pipe for reading would wait for somebody who writes to it.
+        fd = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = FileIO(fd, "rb")
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            file.close()
+            raise StorageError(f"{name} is no regular file")
+        return file
 
     def size(self, name: str) -> int:
         return (self._root / name).stat().st_size
@@ -127,7 +135,7 @@ class _LocalUpload:
                 raise StorageError(f"{self._path.name}: the save is over")
             self._writing += 1
         try:
-            _transfer(self._fd, offset, pieces, reading=False)
+            _transfer(self._fd, offset, pieces)
         finally:
             with self._lock:
                 self._writing -= 1
@@ -159,15 +167,46 @@ class _LocalUpload:
             self._fd = -1
 
 
-def _transfer(fd: int, offset: int, pieces: Sequence[memoryview], *, reading: bool) -> None:
+_CHUNK = 1 << 19  # stays in a core's cache on its way from the kernel to where it belongs
+_idle = threading.local()
+
+
+def _receive(fd: int, offset: int, pieces: Sequence[memoryview]) -> None:
+    """Fill `pieces` by way of memory of this thread's own.
+
+    A read may hang for minutes, in a system call that cannot be called off.  When it wakes up, the
+    load may long be over and its tensors somebody else's.  So the kernel is given no memory that
+    anybody else looks at, and `pieces` that were released raise ValueError here.
+    """
+    chunk = getattr(_idle, "chunk", None)
+    if chunk is None:
+        chunk = _idle.chunk = memoryview(bytearray(_CHUNK))
+    first, filled = 0, 0
+    left = sum(map(len, pieces))
+    while left:
+        done = os.preadv(fd, [chunk[: min(left, _CHUNK)]], offset)
+        if done == 0:
+            raise EOFError(f"the file ends at byte {os.fstat(fd).st_size}")
+        left -= done
+        offset += done
+        at = 0
+        while at < done:
+            piece = pieces[first]
+            count = min(len(piece) - filled, done - at)
+            copy_bytes(piece, filled, chunk, at, count)
+            at += count
+            filled += count
+            if filled == len(piece):
+                first, filled = first + 1, 0
+
+
+def _transfer(fd: int, offset: int, pieces: Sequence[memoryview]) -> None:
     todo = [piece for piece in pieces if len(piece)]
     first = 0
     while first < len(todo):
         batch = todo[first : first + _IOV_MAX]
-        done = os.preadv(fd, batch, offset) if reading else os.pwritev(fd, batch, offset)
+        done = os.pwritev(fd, batch, offset)
         if done == 0:
-            if reading:
-                raise EOFError(f"the file ends at byte {os.fstat(fd).st_size}")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         offset += done
         for piece in batch:

@@ -7,12 +7,21 @@ tensor too.
 from __future__ import annotations
 
 import ctypes
+import time
 
 import torch
 
 from dcp_fsdp_osd.geometry import box_view, boxes_of_interval, narrowed_view
 
-__all__ = ["DTYPES", "ScratchPool", "copy_flat_range", "is_plain", "view_bytes"]
+__all__ = [
+    "DTYPES",
+    "ScratchPool",
+    "copy_bytes",
+    "copy_flat_range",
+    "is_plain",
+    "revoke",
+    "view_bytes",
+]
 
 _BUF_WRITE = 0x200  # PyBUF_WRITE
 _from_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
@@ -38,6 +47,32 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(bytearray())
     view: memoryview = _from_memory(tensor.data_ptr(), size, _BUF_WRITE)
     return view
+
+
+def copy_bytes(target: memoryview, begin: int, source: memoryview, start: int, count: int) -> None:
+    """Copy `count` bytes; other threads run meanwhile where they are many.
+
+    Raises:
+        ValueError: `target` was released.
+    """
+    if count < 1 << 15:
+        target[begin : begin + count] = source[start : start + count]
+        return
+    to = (ctypes.c_char * count).from_buffer(target, begin)  # cannot be released before its end
+    ctypes.memmove(to, (ctypes.c_char * count).from_buffer(source, start), count)
+    del to
+
+
+def revoke(views: list[memoryview]) -> None:
+    """Release `views`, waiting for copies into them that are under way."""
+    for view in views:
+        while True:
+            try:
+                view.release()
+            except BufferError:
+                time.sleep(0.001)
+            else:
+                break
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -97,6 +97,7 @@ class ObstoreStore:
         read_copies=1,
         write_copies=1,
         gap=1 << 17,
+        revocable=True,
         min_part=5 << 20,
         max_parts=10_000,
     )

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from botocore.config import Config
 
 from dcp_fsdp_osd.errors import StorageError
-from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig, causes
+from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig, causes, check_range
 
 __all__ = ["S3fsStore", "s3fs_options"]
 
@@ -67,6 +67,7 @@ class S3fsStore:
         read_copies=0,
         write_copies=1,
         gap=1 << 17,
+        revocable=True,
         min_part=5 << 20,
         max_parts=10_000,
     )
@@ -131,9 +132,14 @@ class S3fsStore:
 
         async def read() -> None:
             response = await self._get(name, Range=span)
-            if response["ContentLength"] != size:
+            length = response["ContentLength"]
+            try:
+                check_range(response.get("ContentRange"), name, offset, offset + size, length)
+                if length != size:
+                    raise EOFError(f"asked for {size} bytes, offered {length}")
+            except BaseException:
                 response["Body"].close()
-                raise EOFError(f"asked for {size} bytes, offered {response['ContentLength']}")
+                raise
             await _receive(response, _Filler(pieces), size)
 
         try:
@@ -338,6 +344,7 @@ class _Filler:
 
     def __init__(self, pieces: Sequence[memoryview]) -> None:
         self._left = [piece for piece in reversed(pieces) if len(piece)]
+        self._filled = 0  # of the piece that is filled now
         self.size = 0
 
     def add(self, data: bytes) -> None:
@@ -346,12 +353,15 @@ class _Filler:
         while view:
             if not self._left:
                 raise ConnectionError("received more bytes than were asked for")
-            piece = self._left.pop()
-            count = min(len(piece), len(view))
-            piece[:count] = view[:count]
+            # The pieces themselves, not views of them: they may be released by now.
+            piece, begin = self._left[-1], self._filled
+            count = min(len(piece) - begin, len(view))
+            piece[begin : begin + count] = view[:count]
             view = view[count:]
-            if count < len(piece):
-                self._left.append(piece[count:])
+            self._filled += count
+            if self._filled == len(piece):
+                self._left.pop()
+                self._filled = 0
 
 
 def _codes(error: BaseException) -> set[str]:

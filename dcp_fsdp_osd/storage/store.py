@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
+from urllib.parse import unquote
 
 from dcp_fsdp_osd.errors import StorageError, UnsafeCheckpointError
 from dcp_fsdp_osd.storage.location import is_local
@@ -33,6 +34,7 @@ __all__ = [
     "Upload",
     "causes",
     "check_name",
+    "check_range",
     "open_store",
     "scatter",
 ]
@@ -53,6 +55,9 @@ class Limits:
             ``"stream"``: in order, one after the other.
         read_copies, write_copies: how many copies of a piece the client itself makes.
         gap: ranges this close together are read as one.
+        revocable: :meth:`Store.read_into` touches the pieces by short assignments alone, so that
+            one that hangs can be kept from them by releasing them.  Other stores are given memory
+            that is used for nothing else.
         min_part, max_parts: bounds of a multipart upload.
     """
 
@@ -60,6 +65,7 @@ class Limits:
     read_copies: int
     write_copies: int
     gap: int
+    revocable: bool = False
     min_part: int = 1
     max_parts: int = 1 << 40
 
@@ -209,6 +215,7 @@ def check_name(name: object) -> str:
         or re.match(r"[A-Za-z]:", name)
         or _BAD_NAME.search(name)
         or any(part in ("", ".", "..") for part in name.split("/"))
+        or (unquote(name) != name and not _stays_inside(unquote(name)))
     ):
         raise UnsafeCheckpointError(
             f"the checkpoint's metadata names a data file {name!r}; expected a relative path "
@@ -217,14 +224,28 @@ def check_name(name: object) -> str:
     return name
 
 
+def _stays_inside(name: str) -> bool:
+    """Whether :func:`check_name` takes it: an HTTP client may read a name as a quoted one."""
+    try:
+        check_name(name)
+    except UnsafeCheckpointError:
+        return False
+    return True
+
+
 def scatter(data: bytes | memoryview, pieces: Sequence[memoryview]) -> None:
     """Copy `data` into `pieces`, one after the other.
 
     Raises:
         EOFError: it is shorter than they are.
+        StorageError: it is longer.
     """
     view = memoryview(data)
     size = sum(map(len, pieces))
+    if len(view) > size:
+        raise StorageError(
+            f"asked for {size} bytes, received {len(view)}: the server (or a proxy) ignores ranges"
+        )
     if len(view) != size:
         raise EOFError(f"asked for {size} bytes, received {len(view)}")
     position = 0
@@ -241,3 +262,30 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(current))
         yield current
         current = current.__cause__ or current.__context__
+
+
+def check_range(answer: str | None, name: str, start: int, end: int, length: int | None) -> None:
+    """Compare the Content-Range of an answer to a request for bytes [start, end) of a file.
+
+    `length` is the answer's Content-Length, if it has one.
+
+    Raises:
+        EOFError: the file is shorter.
+        StorageError: it is an answer to another request.
+    """
+    asked = f"{name}: asked for bytes {start} to {end}"
+    if answer is None:
+        if start == 0 and length == end:
+            return  # all of the file, said so
+        raise StorageError(
+            f"{asked}, the answer has no Content-Range: the server (or a proxy) ignores ranges"
+        )
+    found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", answer.strip())
+    if found and int(found[1]) == start:
+        if int(found[2]) == end - 1:
+            return
+        if found[3] == str(int(found[2]) + 1) and int(found[3]) < end:
+            raise EOFError(f"the file has {found[3]} bytes")
+    raise StorageError(
+        f"{asked}, the answer is {answer!r}: the server (or a proxy) sends other bytes"
+    )

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from dcp_fsdp_osd.errors import FlatOptimError, StorageError, message_of
 from dcp_fsdp_osd.storage.redact import cleaned, redact
 from dcp_fsdp_osd.storage.store import NoRetryError, Store
+from dcp_fsdp_osd.storage.workers import Workers
 
 __all__ = ["Budget", "InOrder", "Pool", "RetryPolicy", "Stats", "retrying"]
 
@@ -166,7 +167,8 @@ class Pool:
     The first error of a task stops the pool: queued tasks are cancelled, and :meth:`submit`,
     :meth:`poll` and :meth:`drain` raise it.  Leaving the block waits for running tasks, unless they
     have stalled: when for `stall` seconds no task ends and none is retried, ``StorageError`` is
-    raised and threads that hang in a system call are left behind.
+    raised and threads that hang in a system call are left behind.  They may wake up at any time:
+    what they were given must be memory that nobody else uses, or be taken from them.
     """
 
     def __init__(self, threads: int, *, stall: float, what: str, stats: Stats) -> None:
@@ -176,7 +178,7 @@ class Pool:
         self._pending: set[Future[Any]] = set()
         self._stop = threading.Event()
         self._abandoned = False
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="dcp_fsdp_osd")
+        self._workers = Workers(threads, "dcp_fsdp_osd")
 
     def __enter__(self) -> Pool:
         return self
@@ -189,7 +191,10 @@ class Pool:
     ) -> None:
         if error is not None:
             self._stop.set()
-        self._executor.shutdown(wait=not self._abandoned, cancel_futures=error is not None)
+            for future in self._pending:
+                future.cancel()
+        # After an error another task may hang: it gets as long as it would have had without.
+        self._workers.end(0 if self._abandoned else self._stall if error is not None else None)
 
     def stopped(self) -> bool:
         """Whether a task has failed; long tasks look at it between steps."""
@@ -202,7 +207,7 @@ class Pool:
 
     def submit(self, call: Callable[[], Any]) -> None:
         """Run `call` on a thread.  Its result comes out of :meth:`poll`."""
-        self._pending.add(self._executor.submit(call))
+        self._pending.add(self._workers.submit(call))
 
     def poll(self, *, block: bool) -> list[Any]:
         """Results of tasks that have ended, in no order; waits for one with `block`."""

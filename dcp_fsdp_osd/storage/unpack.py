@@ -129,6 +129,8 @@ class Item:
             self.view = view_bytes(self.staged)
         elif tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == DTYPES[dtype]:
             self.view = view_bytes(tensor)
+            # Autograd has to hear of what is written behind its back.
+            torch.autograd.graph.increment_version(tensor)
 
     @property
     def device(self) -> torch.device | None:
