@@ -185,6 +185,22 @@ def describe_target(model: nn.Module, optim: torch.optim.Optimizer) -> Target:
     return Target(layout, tuple(params), tuple(devices), shards)
 
 
+def check_unwrapped(layout: FlatLayout, params: Sequence[torch.Tensor | None]) -> None:
+    """Raise LayoutError if a parameter that was whole is so no more; those that are gone pass.
+
+    To be called where all ranks learn of one's error.
+    """
+    for described, param in zip(layout.params, params, strict=True):
+        if described.kind == "whole" and param is not None:
+            found, shape = tuple(param.shape), described.shapes[0]
+            if found != shape:
+                raise LayoutError(
+                    f"{described.fqns[0]}: expected a parameter of shape {shape}, as it was when "
+                    f"the planner was made, found {found}: make the planner after the model is "
+                    f"wrapped"
+                )
+
+
 def _describe_plain(
     param: torch.Tensor,
     fqns: list[str],

@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from .errors import CheckpointMismatchError, StorageError, UnsafeCheckpointError, portable_errors
 from .geometry import narrowed_view
+from .roles import HasRole
 from .storage.once import from_first_rank
 from .storage.session import telling
 from .tree import dotted, leaves
@@ -40,7 +41,7 @@ from .tree import dotted, leaves
 __all__ = ["FullStateReader"]
 
 
-class FullStateReader(StorageReader):
+class FullStateReader(HasRole, StorageReader):
     """Serves a full state dict of rank 0 to all ranks of a load.
 
     Args:
@@ -63,6 +64,8 @@ class FullStateReader(StorageReader):
         UnsafeCheckpointError: it holds more than tensors and plain values; see `allow_pickle`.
     """
 
+    role = "dcp.load(storage_reader=...)"
+
     def __init__(
         self,
         source: str | os.PathLike[str] | Mapping[str, Any] | None,
@@ -75,6 +78,11 @@ class FullStateReader(StorageReader):
         self._source, self._key, self._group = source, key, process_group
         self._allow_pickle = allow_pickle
         self._values: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        source = self._source
+        shown = type(source).__name__ if isinstance(source, Mapping) else repr(source)
+        return f"{type(self).__name__}({shown}, key={self._key!r})"
 
     def _ranks(self) -> dist.ProcessGroup | None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -135,6 +143,11 @@ class FullStateReader(StorageReader):
         if isinstance(source, Mapping):
             return source
         path = Path(source)
+        if path.is_dir():
+            raise StorageError(
+                f"{path}: expected a file written by torch.save, found that it is a folder: "
+                f"StreamingReader reads the checkpoint in a folder"
+            )
         try:
             found = torch.load(
                 path, map_location="cpu", mmap=True, weights_only=not self._allow_pickle

@@ -7,6 +7,7 @@ ranks are planned in one process.  ``fsdp.py`` makes the same value from a live 
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -222,6 +223,14 @@ class FlatLayout:
             tied.setdefault(target, []).append(alias)
         object.__setattr__(self, "_ids", seen)
         object.__setattr__(self, "_tied", tied)
+
+    def __repr__(self) -> str:
+        kinds = collections.Counter(param.kind for param in self.params)
+        text = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        here = sum(s.numel for param in self.params for s in param.segments)
+        of = sum(math.prod(s.shape) for param in self.params for s in param.segments)
+        flat = f"; {here} of {of} flat elements here" if of else ""
+        return f"<{type(self).__name__} of {len(self.params)} parameters: {text or 'none'}{flat}>"
 
     @property
     def ids(self) -> Mapping[str, int]:

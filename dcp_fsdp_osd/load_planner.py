@@ -29,16 +29,20 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from .errors import CheckpointMismatchError, ExchangeError, LayoutError, portable_errors
 from .exchange import Exchange, ExchangeStats
-from .fsdp import Target, describe_target
+from .flat_form import check_rest, expect_setter
+from .fsdp import Target, check_unwrapped, describe_target
+from .in_use import InUse
 from .load_forms import FormLoad
 from .load_state import OptimLoad
 from .model_load import ModelLoad
 from .model_state import find_model
 from .optim_state import load_object
 from .read_once import Broadcast, RankReads, SharedReads, about_reader, describe, plan_reads
+from .roles import HasRole, check_bool, check_key, check_optim, check_options, check_positive
 from .shared_reads import in_order
 from .storage.identity import Identity, check_one_checkpoint, identify
 from .tree import find_optim, key_tuple, with_optim_removed
+from .waiting import watched
 
 __all__ = ["FlatOptimLoadPlanner"]
 
@@ -66,7 +70,7 @@ class _FinalData:
     shared: SharedReads | None
 
 
-class FlatOptimLoadPlanner(DefaultLoadPlanner):
+class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
     """Read a checkpoint's optimizer state into this rank's flat shard, with no gather.
 
     Args:
@@ -118,12 +122,15 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
 
     Raises:
         LayoutError: from the constructor, if the optimizer's parameters are not the model's.
+        TypeError: from the constructor, for arguments of another kind.
         CheckpointMismatchError: (within DCP's ``CheckpointException``, on every rank) the
             checkpoint is not of this model and optimizer; lists all mismatches.
         ExchangeError: (likewise) another rank failed, whose rank and error it names.
 
     Replaces ``FSDP.optim_state_dict_to_load`` and ``load_sharded_optimizer_state_dict``.
     """
+
+    role = "dcp.load(planner=...)"
 
     def __init__(
         self,
@@ -139,6 +146,12 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         stall_seconds: float = 300.0,
         **default_planner_options: Any,
     ) -> None:
+        check_optim(model, optim, type(self).__name__, several=True)
+        check_key(key, type(self).__name__)
+        check_options(default_planner_options, DefaultLoadPlanner, type(self))
+        check_bool("strict", strict)
+        check_bool("rank0_only", rank0_only)
+        check_positive(stall_seconds=stall_seconds)
         if broadcast not in (True, False, "auto"):
             raise ValueError(f"expected broadcast=True, False or 'auto', found {broadcast!r}")
         if form not in ("flat", "sharded", "full"):
@@ -150,7 +163,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         self._init(optims, targets, strict, default_planner_options)
         self._form, self._rank0_only = form, rank0_only
         self._broadcast, self._stall = broadcast, stall_seconds
-        self._model_keys = key_tuple(model_key)
+        self._model_keys, self._has_model = key_tuple(model_key), True
 
     @classmethod
     def from_targets(
@@ -182,7 +195,8 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         self._optims, self._targets, self._strict = optims, targets, strict
         self._form, self._rank0_only = "flat", False
         self._broadcast, self._stall = _AUTO, 300.0
-        self._model_keys = ()
+        self._model_keys, self._has_model = (), False
+        self._in_use = InUse()
         self._lock = threading.Lock()
         self._loads: dict[str, OptimLoad | ModelLoad] = {}
         self._owner: dict[str, OptimLoad | ModelLoad] = {}
@@ -192,6 +206,13 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         self._exchange: Exchange | None = None
         self.skipped: list[str] = []
         self.exchanged: ExchangeStats | None = None
+
+    def __repr__(self) -> str:
+        layouts = {key: target.layout for key, target in self._targets.items()}
+        return (
+            f"{type(self).__name__}({layouts}, model_key={self._model_keys}, form={self._form!r}, "
+            f"strict={self._strict}, broadcast={self._broadcast!r})"
+        )
 
     # ------------------------------------------------------------ planning
 
@@ -203,14 +224,19 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Find the optimizers in ``state_dict`` and in the checkpoint.  Touches no tensor."""
+        if isinstance(metadata, bool):  # as dcp.save calls it
+            raise TypeError("expected FlatOptimSavePlanner in dcp.save, found FlatOptimLoadPlanner")
         if metadata is None:
             raise CheckpointMismatchError("expected the checkpoint's metadata, found none")
+        self._in_use.begin()
         if self._exchange is not None:  # of a load that was given up
             self._exchange.failed(ExchangeError("the load was given up"))
         self._loads, self._owner, self._pending, self.skipped = {}, {}, set(), []
         self._items, self._exchange, self.exchanged = [], None, None
         for key, target in self._targets.items():
             target.layout.check()
+            if self._has_model:
+                check_unwrapped(target.layout, target.params)
             path, value = find_optim(state_dict, key)
             optim = self._optims[key]
             sizes = tuple(len(group["params"]) for group in optim.param_groups)
@@ -231,6 +257,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
             if model is not None:
                 self._loads[key] = ModelLoad(*model, metadata=metadata)
         rest = with_optim_removed(state_dict, [load.path for load in self._loads.values()])
+        check_rest(rest, self._targets, metadata)
         super().set_up_planner(rest, metadata, is_coordinator)
         self._given = state_dict
 
@@ -258,7 +285,8 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         extra = {key: load.what for key, load in self._loads.items()}
         checkpoint = identify(self.metadata)
         data = _LocalData(problems, names, saved, extra, self._strict, reads, checkpoint)
-        return dataclasses.replace(plan, items=list(items), planner_data=data)
+        plan = dataclasses.replace(plan, items=list(items), planner_data=data)
+        return watched(self._in_use.hold(plan), "load")
 
     def _place(self, item: ReadItem) -> tuple[torch.dtype | None, torch.device]:
         """The dtype and device of what ``item`` is read to; nothing is allocated."""
@@ -358,7 +386,7 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         if not self._pending:
             with self._reported():
                 self._finish()
-        return plan
+        return self._in_use.hold(plan)
 
     def _allocate(self, skipped: list[str]) -> None:
         self._skip(skipped)
@@ -446,6 +474,8 @@ class FlatOptimLoadPlanner(DefaultLoadPlanner):
         for load in self._loads.values():
             load.hand_over()
             self._skip(load.late)
+            if isinstance(load, FormLoad):
+                expect_setter(load.optim, load.layout, load.form)
             load.release()
 
 

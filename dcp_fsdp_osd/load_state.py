@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .checkpoint_index import index_checkpoint
 from .errors import CheckpointMismatchError
+from .flat_form import flat_states
 from .fsdp import Target
 from .geometry import narrowed_view
 from .layout import without_wrappers
@@ -63,6 +64,7 @@ class OptimLoad:
         self.value = value
         self.live: dict[str, Any] = without_guard(value)
         self.applies = self._is_flat_form()
+        self.optim = optim
         self.groups: Sequence[Mapping[str, Any]] = optim.param_groups
         # `_NamedOptimizer` ignores what it is given under numbers.
         self.param_keys: Sequence[str] | None = getattr(optim, "ordered_param_keys", None)
@@ -224,7 +226,7 @@ class OptimLoad:
         result_groups = []
         for group, ids in zip(new_groups, self._group_ids(), strict=True):
             result_groups.append({**group, "params": ids})
-        self._result = {"state": state, "param_groups": result_groups}
+        self._result = {"state": flat_states(state, self.layout), "param_groups": result_groups}
         for leaf in self.schedule.leaves:
             if leaf.extra:
                 set_leaf(self._result, leaf.path, self._value(leaf, False, []))

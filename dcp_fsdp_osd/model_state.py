@@ -24,8 +24,9 @@ from .errors import LayoutError
 from .fsdp import _join, _module_names, unmet_params
 from .fsdp_weights import drop_unsharded, flat_shards, low_precision_buffers
 from .layout import Segment
-from .optim_state import GUARD_KEY, SaveEntries, _Guard, without_guard
+from .optim_state import GUARD_KEY, NotADict, SaveEntries, _Guard, without_guard
 from .placements import dtensor_problem
+from .roles import check_model
 from .tree import leaves, value_at
 
 __all__ = ["FlatModelState", "ModelGuard", "find_model", "model_entries"]
@@ -63,7 +64,7 @@ class ModelGuard(_Guard):
             raise LayoutError(self.problem)
 
 
-class FlatModelState(Stateful):
+class FlatModelState(NotADict, Stateful):
     """A model's weights as a DCP ``Stateful``: saved, and loaded in place, with no gather.
 
     ``dcp.save`` and ``dcp.load`` call :meth:`state_dict` and :meth:`load_state_dict`; both need
@@ -84,7 +85,11 @@ class FlatModelState(Stateful):
     Replaces ``FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)``.
     """
 
+    def __repr__(self) -> str:
+        return f"FlatModelState({type(self.model).__name__})"
+
     def __init__(self, model: nn.Module) -> None:
+        check_model(model, type(self).__name__)
         self.model = model
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from .geometry import Box
 from .layout import FlatLayout, ParamLayout, Piece
 from .quantized import QuantizedReport, is_wrapper, local_part
 from .quantized_save import add_quantized
+from .roles import check_optim
 from .tree import Path, digest, dotted, holds_tensor, int_mappings, leaves
 
 __all__ = [
@@ -308,7 +309,37 @@ class _Guard:
             )
 
 
-class FlatOptimState(Stateful):
+class NotADict:
+    """A ``Stateful`` that is no state dict itself; says so where it is used as one, or nested."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in ("copy", "items", "keys", "values", "get", "pop", "setdefault", "update"):
+                raise AttributeError(self._not_a_dict())
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise TypeError(self._not_a_dict())
+
+    def __contains__(self, key: Any) -> NoReturn:
+        raise TypeError(self._not_a_dict())
+
+    def _not_a_dict(self) -> str:
+        return (
+            f"expected a state dict, found a {type(self).__name__}, which dcp.save and dcp.load "
+            f"take as it is, and which dcp.load has loaded when it returns; its state dict is "
+            f"that of its state_dict()"
+        )
+
+    def __create_write_items__(self, fqn: str, value: Any) -> NoReturn:
+        raise LayoutError(
+            f"expected a {type(self).__name__} at the top of the state dict, where DCP calls its "
+            f"methods, found one at {fqn!r}: move it to the top, or put its state_dict() there"
+        )
+
+
+class FlatOptimState(NotADict, Stateful):
     """An FSDP optimizer as a DCP ``Stateful``: saved and loaded in place with no gather.
 
     ``dcp.save`` and ``dcp.load`` call :meth:`state_dict` and :meth:`load_state_dict`; both need
@@ -318,11 +349,18 @@ class FlatOptimState(Stateful):
         model: the wrapped model (kept to build planners' layouts by callers; not used here).
         optim: its optimizer; not stepped, and changed by :meth:`load_state_dict` alone.
 
+    Raises:
+        TypeError: from the constructor, for arguments of another kind.
+
     Source: does for the flat form what ``torch.distributed.checkpoint.state_dict`` does with
     gathered tensors.
     """
 
+    def __repr__(self) -> str:
+        return f"FlatOptimState({type(self.model).__name__}, {type(self.optim).__name__})"
+
     def __init__(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+        check_optim(model, optim, type(self).__name__)
         self.model = model
         self.optim = optim
 

@@ -9,6 +9,7 @@ names, boxes and digests.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,13 +33,16 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.tensor import DTensor
 
 from .errors import LayoutError
-from .fsdp import describe_target
+from .flat_form import check_rest
+from .fsdp import check_unwrapped, describe_target
+from .in_use import InUse
 from .layout import FlatLayout
 from .model_state import find_model, model_entries
 from .optim_class import describe_optim
 from .optim_state import SaveEntries, is_flattened, save_entries, without_guard
 from .param_groups import merge_groups
 from .quantized_save import agree_on_quantized
+from .roles import HasRole, check_key, check_optim, check_options
 from .save_agree import (
     Report,
     check_kinds,
@@ -58,6 +62,7 @@ from .tree import (
     key_tuple,
     with_optim_removed,
 )
+from .waiting import watched
 
 __all__ = ["FlatOptimSavePlanner"]
 
@@ -78,7 +83,7 @@ class _FinalData:
     values: dict[str, Any] = field(default_factory=dict)  # key to write -> value
 
 
-class FlatOptimSavePlanner(DefaultSavePlanner):
+class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
     """Write FSDP1 optimizer state from each rank's flat shard, with no gather.
 
     Args:
@@ -99,9 +104,12 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
 
     Raises:
         LayoutError: from the constructor, if the optimizer's parameters are not the model's.
+        TypeError: from the constructor, for arguments of another kind.
 
     Replaces ``FSDP.optim_state_dict`` before ``dcp.save``.
     """
+
+    role = "dcp.save(planner=...)"
 
     def __init__(
         self,
@@ -112,10 +120,18 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         model_key: str | Sequence[str] | None = "model",
         **default_planner_options: Any,
     ) -> None:
+        check_optim(model, optim, type(self).__name__, several=True)
+        check_key(key, type(self).__name__)
+        check_options(default_planner_options, DefaultSavePlanner, type(self))
         optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim)
-        layouts = {name: describe_target(model, each).layout for name, each in optims.items()}
+        targets = {name: describe_target(model, each) for name, each in optims.items()}
+        layouts = {name: target.layout for name, target in targets.items()}
         self._init(layouts, default_planner_options, key_tuple(model_key))
         self._optimizers = {name: describe_optim(each) for name, each in optims.items()}
+        self._params: dict[str, list[weakref.ref[torch.Tensor]]] = {
+            name: [weakref.ref(param) for param in target.params]
+            for name, target in targets.items()
+        }
 
     @classmethod
     def from_layouts(
@@ -127,6 +143,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         """
         planner = cls.__new__(cls)
         planner._init(dict(layouts), default_planner_options)
+        planner._params = {}
         return planner
 
     def _init(
@@ -146,6 +163,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         self._layouts = layouts
         self._model_keys = model_keys
         self._optimizers = {}
+        self._in_use = InUse()
         self._reset()
 
     def _reset(self) -> None:
@@ -154,15 +172,20 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         self._reports: dict[str, Report] = {}
         self._final = _FinalData()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._layouts}, model_key={self._model_keys})"
+
     def __getstate__(self) -> dict[str, Any]:
         """Layouts and options; what a save is about is set up anew where it is unpickled."""
         state = dict(self.__dict__)
         for name in ("state_dict", "plan", "global_plan", "metadata", "_pieces", "_items"):
             state.pop(name, None)
-        return {**state, "_reports": {}, "_final": _FinalData(), "mappings": {}}
+        empty = {"_reports": {}, "_final": _FinalData(), "mappings": {}}
+        return {**state, **empty, "_params": {}, "_in_use": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._in_use = InUse()
         self._reset()
 
     # ------------------------------------------------------------ local plan
@@ -177,9 +200,14 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
 
         Tensors are referenced until the save is over; they must not change before then.
         """
+        if isinstance(storage_meta, Metadata):
+            raise TypeError("expected FlatOptimLoadPlanner in dcp.load, found FlatOptimSavePlanner")
+        self._in_use.begin()
         self._reset()
-        for layout in self._layouts.values():
+        for key, layout in self._layouts.items():
             layout.check()
+            if key in self._params:
+                check_unwrapped(layout, [param() for param in self._params[key]])
         found = {key: find_optim(state_dict, key) for key in self._layouts}
         flat = {
             key: (path, without_guard(value))
@@ -189,6 +217,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         models = [model for key in self._model_keys if (model := find_model(state_dict, key))]
         taken = [path for path, _ in [*flat.values(), *models]]
         rest = with_optim_removed(state_dict, taken)
+        check_rest(rest, self._layouts)
         super().set_up_planner(rest, storage_meta, is_coordinator)
         for key, (path, value) in flat.items():
             self._add(key, len(path), save_entries(value, self._layouts[key], path))
@@ -261,7 +290,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
             items=[*plan.items, *self._items],
             planner_data=_LocalData(dict(self.mappings), self._reports),
         )
-        return self.plan
+        return watched(self._in_use.hold(self.plan), "save")
 
     # ------------------------------------------------------------ global plan
 
@@ -366,7 +395,7 @@ class FlatOptimSavePlanner(DefaultSavePlanner):
         for item in new_plan.items:
             if item.type == WriteItemType.SHARD and item.index.fqn not in held:
                 self._pieces.setdefault(item.index, _absent(item))
-        return super().finish_plan(new_plan)
+        return self._in_use.hold(super().finish_plan(new_plan))
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """A view of the optimizer's own memory for a box; else as DCP's default planner."""

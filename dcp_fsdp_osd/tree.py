@@ -189,7 +189,8 @@ def find_optim(state_dict: Mapping[str, Any], key: str) -> tuple[tuple[str, ...]
     if not isinstance(value, dict):
         raise LayoutError(
             f"expected the state dict of an optimizer under {key!r} (optim.state_dict(), a "
-            f"FlatOptimState, or for a load an empty dict), found {type(value).__name__}"
+            f"FlatOptimState, or for a load an empty dict), found {type(value).__name__}. For "
+            f"several optimizers pass the planner a mapping from key to optimizer"
         )
     return path, value
 

@@ -30,6 +30,7 @@ from .load_state import OptimLoad
 from .model_load import ModelLoad
 from .model_state import FlatModelState
 from .optim_state import FlatOptimState, load_object
+from .roles import check_model, check_optim, describe_kind, is_path
 from .shared_reads import narrowed
 from .storage import StreamingReader
 from .storage.identity import check_one_checkpoint, identify
@@ -108,6 +109,8 @@ def verify_optim_state(
         FlatOptimError: on every rank, if comparing what was read failed on any.
     """
 
+    check_optim(model, optim, "verify_optim_state")
+
     def begin(metadata: Metadata) -> Comparison:
         target = describe_target(model, optim)
         target.layout.check()
@@ -135,6 +138,10 @@ def verify_model_state(
     compared; buffers that FSDP1 keeps in a lower precision are compared as they are saved.
     """
 
+    if is_path(model) and isinstance(checkpoint, nn.Module):
+        raise TypeError("verify_model_state: expected (model, checkpoint): they are swapped")
+    check_model(model, "verify_model_state")
+
     def begin(metadata: Metadata) -> Comparison:
         path = tuple(key.split("."))
         plan = ModelLoad(path, FlatModelState(model).state_dict(), metadata=metadata)
@@ -152,6 +159,11 @@ def _verify(
 ) -> tuple[Difference, ...]:
     if isinstance(checkpoint, StorageReader):
         reader = checkpoint
+    elif not is_path(checkpoint):
+        raise TypeError(
+            f"expected checkpoint to be a path, a URL or a StorageReader (StreamingReader), found "
+            f"{describe_kind(checkpoint)}"
+        )
     else:
         reader = StreamingReader(checkpoint, concurrency=2, max_inflight_bytes=32 << 20)
     planner = _ComparingPlanner(begin, parts=isinstance(reader, StreamingReader))

@@ -41,7 +41,7 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GRACE", "RankError", "RankFailure", "close_pool", "run_ranks"]
+__all__ = ["GRACE", "RankError", "RankFailure", "close_pool", "run_ranks", "type_names"]
 
 GRACE = 5.0
 """Seconds that the other ranks get to fail by themselves after one has failed."""
@@ -382,7 +382,7 @@ def _clean_up(rank: int, threads_before: set[threading.Thread]) -> bytes:
 
 def _pickled_failure(rank: int, error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    names = _type_names(error)
+    names = type_names(error)
     bare = RankFailure(rank, type(error).__name__, names, _message(error), text)
     try:
         error.__traceback__ = None
@@ -400,7 +400,7 @@ def _message(error: BaseException) -> str:
         return f"(its message failed: {failure!r})"
 
 
-def _type_names(error: BaseException) -> frozenset[str]:
+def type_names(error: BaseException) -> frozenset[str]:
     """Class names of ``error``, its bases, its causes and the errors that it holds for ranks."""
     names: set[str] = set()
     seen: set[int] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Mapping
@@ -15,8 +16,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.roles import HasRole, check_path, check_positive
 from dcp_fsdp_osd.storage.checksum import Checksum, checksum_named
 from dcp_fsdp_osd.storage.fetch import Fetcher
+from dcp_fsdp_osd.storage.flat_guard import Entries
 from dcp_fsdp_osd.storage.identity import Identity, check_one_checkpoint, identify
 from dcp_fsdp_osd.storage.metadata import (
     MAX_METADATA_BYTES,
@@ -28,11 +31,14 @@ from dcp_fsdp_osd.storage.once import from_first_rank
 from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors, telling
 from dcp_fsdp_osd.storage.store import Backend
 from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats
+from dcp_fsdp_osd.waiting import watched
 
 __all__ = ["StreamingReader"]
 
+logger = logging.getLogger(__name__)
 
-class StreamingReader(StorageReader):
+
+class StreamingReader(HasRole, StorageReader):
     """Reads a checkpoint from a local path or any URL that fsspec or obstore serves.
 
     Reads what ``StreamingWriter`` and stock DCP (``FileSystemWriter``, ``FsspecWriter``) wrote.
@@ -69,6 +75,8 @@ class StreamingReader(StorageReader):
         StorageError: anything else; all are wrapped by DCP into CheckpointException on every rank.
     """
 
+    role = "dcp.load(storage_reader=...)"
+
     def __init__(
         self,
         path_or_url: str | os.PathLike[str] | None = None,
@@ -85,8 +93,13 @@ class StreamingReader(StorageReader):
         retry: RetryPolicy | None = None,
     ) -> None:
         super().__init__()
-        if max_inflight_bytes < 4 << 20 or (concurrency is not None and concurrency < 1):
-            raise ValueError("max_inflight_bytes must be 4 MiB at least, concurrency positive")
+        check_path(path_or_url)
+        check_positive(concurrency=concurrency, stall_seconds=stall_seconds)
+        if max_inflight_bytes < 4 << 20:
+            raise ValueError(
+                f"expected max_inflight_bytes to be 4 MiB ({4 << 20}) at least, found "
+                f"{max_inflight_bytes!r}"
+            )
         self._session = make_session(
             path_or_url,
             backend=backend,
@@ -105,6 +118,12 @@ class StreamingReader(StorageReader):
         self._metadata: Metadata | None = None
         self._global_error: BaseException | None = None
         self.stats = Stats()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self._session.describe()}, verify={self._verify}, "
+            f"allow_pickle={self._allow_pickle})"
+        )
 
     # ---- DCP's StorageReader, in call order ----
 
@@ -153,6 +172,7 @@ class StreamingReader(StorageReader):
             except BaseException as error:
                 self._global_error = error
                 raise
+        metadata.state_dict_metadata = Entries(metadata.state_dict_metadata)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         if isinstance(metadata.storage_meta, StorageMeta):
@@ -182,10 +202,12 @@ class StreamingReader(StorageReader):
             "remote": not self._session.is_local,
             "save": None if self._metadata is None else identify(self._metadata).save,
         }
-        return replace(plan, storage_data={"dcp_fsdp_osd": about})
+        plan = replace(plan, storage_data={"dcp_fsdp_osd": about})
+        return watched(plan, f"load from {self._session.url}")
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are, if all ranks read the same checkpoint.
+        """The plans as they are, if all ranks read the same checkpoint; a warning where none of
+        them asks for anything.
 
         Raises:
             CheckpointMismatchError: they do not; DCP then raises on every rank.
@@ -194,6 +216,17 @@ class StreamingReader(StorageReader):
         found = [data["dcp_fsdp_osd"] for data in told if isinstance(data, dict)]
         if len(found) == len(plans):
             check_one_checkpoint([Identity(about["save"], about["url"]) for about in found])
+        if not any(plan.items for plan in plans) and self._metadata is not None:
+            entries = self._metadata.state_dict_metadata
+            if entries:
+                logger.warning(
+                    "%s: nothing is loaded: the checkpoint has %d entries (%s, ...), and the "
+                    "state dict asks for none of them. DCP fills no empty dict; "
+                    "planner=FlatOptimLoadPlanner(model, optim) does",
+                    self._session.url,
+                    len(entries),
+                    next(iter(entries)),
+                )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -50,6 +50,12 @@ class Session:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
 
+    def describe(self) -> str:
+        """Where it is and how it is reached, without a secret."""
+        backend = self.config.backend
+        name = backend if isinstance(backend, str) else getattr(backend, "__name__", "a function")
+        return f"{self.url!r}, backend={name!r}"
+
     @property
     def url(self) -> str:
         """The path or URL, fit to be shown."""

@@ -16,8 +16,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.roles import HasRole, check_path, check_positive
 from dcp_fsdp_osd.storage.checksum import best_checksum, checksum_named
 from dcp_fsdp_osd.storage.commit import Committer
+from dcp_fsdp_osd.storage.flat_guard import check_flat_pieces
 from dcp_fsdp_osd.storage.memory import ScratchPool
 from dcp_fsdp_osd.storage.metadata import dump_metadata, fill_metadata
 from dcp_fsdp_osd.storage.pack import Chunk, FilePlan, item_bytes, pack, plan_files
@@ -25,6 +27,7 @@ from dcp_fsdp_osd.storage.progress import Progress
 from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors
 from dcp_fsdp_osd.storage.store import Backend, Limits, Upload
 from dcp_fsdp_osd.storage.transfer import Budget, InOrder, Pool, RetryPolicy, Stats
+from dcp_fsdp_osd.waiting import watched
 
 __all__ = ["StreamingWriter"]
 
@@ -51,7 +54,7 @@ class _Ticket:
     checksum: str | None = None
 
 
-class StreamingWriter(StorageWriter):
+class StreamingWriter(HasRole, StorageWriter):
     """Writes a checkpoint to a local path or any URL that fsspec or obstore serves.
 
     Call order and ownership are those of ``torch.distributed.checkpoint.storage.StorageWriter``:
@@ -93,6 +96,8 @@ class StreamingWriter(StorageWriter):
         StorageError: from any method, wrapped by DCP into CheckpointException on every rank.
     """
 
+    role = "dcp.save(storage_writer=...)"
+
     def __init__(
         self,
         path_or_url: str | os.PathLike[str] | None = None,
@@ -110,9 +115,13 @@ class StreamingWriter(StorageWriter):
         retry: RetryPolicy | None = None,
     ) -> None:
         super().__init__()
-        given = (part_size, max_inflight_bytes, concurrency)
-        if any(number is not None and number < 1 for number in given):
-            raise ValueError("part_size, max_inflight_bytes and concurrency must be positive")
+        check_path(path_or_url)
+        check_positive(
+            part_size=part_size,
+            max_inflight_bytes=max_inflight_bytes,
+            concurrency=concurrency,
+            stall_seconds=stall_seconds,
+        )
         self._session = make_session(
             path_or_url,
             backend=backend,
@@ -133,6 +142,12 @@ class StreamingWriter(StorageWriter):
         self._metadata_rank: int | None = None
         self._is_coordinator = False
         self._begin()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self._session.describe()}, overwrite={self._overwrite}, "
+            f"checksum={self._checksum})"
+        )
 
     # ---- DCP's StorageWriter, in call order ----
 
@@ -165,11 +180,14 @@ class StreamingWriter(StorageWriter):
 
     @portable_errors
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse to overwrite, where that was not asked for; DCP then raises on every rank."""
+        """Refuse to overwrite, where that was not asked for, and flat pieces that a stock planner
+        takes for whole tensors; DCP then raises on every rank."""
+        check_flat_pieces(plan)
         if self._is_coordinator or self._metadata_rank is not None:
             with self.stats.timed("prepare"):
                 self._committer.check_free()
-        return replace(plan, storage_data=_Ticket(self._ticket.nonce))
+        plan = replace(plan, storage_data=_Ticket(self._ticket.nonce))
+        return watched(plan, f"save to {self._session.url}")
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give each rank the save's id and a prefix for its file names."""

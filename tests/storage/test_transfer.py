@@ -454,6 +454,28 @@ def test_progress_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         load(StreamingReader(tmp_path / "c", progress=True), STATE)
     lines = [record.getMessage() for record in caplog.records if "MB/s" in record.getMessage()]
     assert len(lines) == 2 and lines[0].startswith("save") and lines[1].startswith("load")
+    assert all(": 100 %, " in line and line.endswith(" 0 s left") for line in lines)
+
+
+def test_progress_says_where_its_lines_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="dcp_fsdp_osd"):
+        dcp.save(dict(STATE), storage_writer=StreamingWriter(tmp_path / "c", progress=True))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "logging.basicConfig(level=logging.INFO)" in line
+    assert "'dcp_fsdp_osd.storage.progress'" in line
+
+
+def test_progress_ends_with_100_percent_unless_it_failed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="dcp_fsdp_osd"):
+        with Progress("save", 100, rank=1, enabled=True) as bar:
+            bar.add(120)  # more than was planned
+        with pytest.raises(OSError), Progress("save", 100, rank=1, enabled=True) as bar:
+            bar.add(100)
+            raise OSError
+    first, second = (record.getMessage() for record in caplog.records)
+    assert ": 100 %, " in first and ": 99 %, " in second
 
 
 def test_a_bar_on_rank_0_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,6 +483,8 @@ def test_a_bar_on_rank_0_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with Progress("save", 100, rank=0, enabled=True) as bar:
         bar.add(60)
         assert bar._bar is not None and bar._bar.n == 60
+        shown = bar._bar
+    assert (shown.n, shown.total) == (60, 60)
     with Progress("save", 100, rank=1, enabled=True) as bar:
         assert bar._bar is None
     with Progress("save", 100, rank=0, enabled=False) as bar:
