@@ -15,7 +15,6 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from dcp_fsdp_osd import (
     FlatOptimLoadPlanner,
     FlatOptimSavePlanner,
-    StreamingReader,
     StreamingWriter,
     verify_model_state,
     waiting,
@@ -24,7 +23,7 @@ from tests.mistakes.case import Bench, mistake
 from tests.models import Mlp
 from tests.planners.checks import make
 
-TIMEOUT = 2.0  # of the process group, seconds: how long these hang
+TIMEOUT = 4.0  # of the process group, seconds: how long these hang
 
 
 @contextlib.contextmanager
@@ -86,20 +85,6 @@ def load_without_rank_0(bench: Bench) -> None:
         reader = FileSystemReader(bench.good)
         with soon():
             dcp.load({"optim": {}}, storage_reader=reader, planner=planner, process_group=group)
-
-
-@mistake(
-    "dcp.load on rank 0 alone, with StreamingReader",
-    raises="RuntimeError",
-    says=r"rank 0 has waited \d+ s .* the load from .*/good\. Not heard of: 1, of 2",
-    ranks=(0,),
-)
-def load_on_rank_0_alone(bench: Bench) -> None:
-    group = _group()
-    if bench.rank == 0:
-        state, reader = {"step": 0}, StreamingReader(bench.good)
-        with soon():
-            dcp.load(state, storage_reader=reader, process_group=group)
 
 
 @mistake(
