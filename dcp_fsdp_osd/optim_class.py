@@ -23,9 +23,10 @@ _PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable
 def describe_optim(optim: torch.optim.Optimizer) -> dict[str, Any]:
     """Class and defaults of an optimizer as JSON; of values that JSON has not, the type."""
     kind = type(optim)
+    defaults: Mapping[str, Any] = getattr(optim, "defaults", {})  # `_NamedOptimizer` has none
     return {
         "class": f"{kind.__module__}.{kind.__qualname__}",
-        "defaults": {str(name): _json(value) for name, value in optim.defaults.items()},
+        "defaults": {str(name): _json(value) for name, value in defaults.items()},
     }
 
 
