@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from .containers import Containers
 from .errors import LayoutError
 from .geometry import Box
 from .layout import Segment
@@ -28,6 +29,7 @@ from .quantized import QuantizedReport
 
 __all__ = [
     "Report",
+    "agree_on_containers",
     "check_kinds",
     "check_scalars",
     "complement",
@@ -54,7 +56,7 @@ class Report:
     opaque: dict[str, str] = field(default_factory=dict)
     opaque_of: list[str] = field(default_factory=list)
     odd: list[str] = field(default_factory=list)
-    int_keys: list[list[str]] = field(default_factory=list)
+    containers: Containers = field(default_factory=Containers)
     scalars: dict[str, str] = field(default_factory=dict)  # key -> digest
     quantized: QuantizedReport = field(default_factory=QuantizedReport)
     optimizer: dict[str, Any] | None = None  # as of ``describe_optim``
@@ -82,6 +84,27 @@ def check_scalars(key: str, reports: Sequence[Report]) -> None:
             f"{key}: expected scalar state to be the same on every rank that has it, found "
             f"{len(differ)} that differ:\n  " + "\n  ".join(differ)
         )
+
+
+def agree_on_containers(key: str, all_of: Sequence[Containers]) -> Containers:
+    """The mappings of all ranks.
+
+    Raises:
+        LayoutError: ranks have different mappings, or keys, in one place.
+    """
+    agreed = Containers()
+    for rank, containers in enumerate(all_of):
+        for path, each in containers.items():
+            joined = agreed.setdefault(path, each).joined(each)
+            if joined is None:
+                raise LayoutError(
+                    f"{key}: expected the same keys on every rank, found for "
+                    f"{'.'.join(map(str, path)) or key} a {agreed[path].kind} with keys "
+                    f"{list(agreed[path].keys)[:10]}, and on rank {rank} a {each.kind} with "
+                    f"{list(each.keys)[:10]}"
+                )
+            agreed[path] = joined
+    return agreed
 
 
 def check_kinds(key: str, reports: Sequence[Report]) -> None:

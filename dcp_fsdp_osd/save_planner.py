@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor
 
+from .containers import Containers
 from .errors import LayoutError
 from .flat_form import check_rest
 from .fsdp import check_unwrapped, describe_target
@@ -45,6 +46,7 @@ from .quantized_save import agree_on_quantized
 from .roles import HasRole, check_key, check_optim, check_options
 from .save_agree import (
     Report,
+    agree_on_containers,
     check_kinds,
     check_scalars,
     drop_overlaps,
@@ -224,7 +226,11 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         for path, value in models:
             entries = model_entries(value, path)
             report = Report(
-                orders=entries.orders, parts=entries.parts, columns=entries.columns, model=True
+                orders=entries.orders,
+                parts=entries.parts,
+                columns=entries.columns,
+                containers=entries.containers,
+                model=True,
             )
             self._add_values(entries, report, len(path))
             self._reports[dotted(path)] = report
@@ -240,7 +246,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             opaque={dotted(path): text for path, text in entries.opaque.items()},
             opaque_of=entries.opaque_of,
             odd=entries.odd,
-            int_keys=[[str(step) for step in path] for path in entries.int_keys],
+            containers=entries.containers,
             scalars=digest_scalars(
                 {
                     p: v
@@ -314,13 +320,16 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             reports = [d.reports.get(key, Report()) for d in data]
             check_kinds(key, reports)
             check_scalars(key, reports)
-            groups = self._plan_groups(key, reports, plans, finals)
+            groups, containers = self._plan_groups(key, reports, plans, finals)
             quantized, renamed = agree_on_quantized(key, [r.quantized for r in reports], plans)
             for final, names in zip(finals, renamed, strict=True):
                 final.renamed.update(names)
             drop_overlaps(reports, plans)
             absent = fill_holes(key, reports, plans)
+            packed = [each.pack(path) for path, each in containers.items()]
             if any(report.model for report in reports):
+                if packed:
+                    infos[key] = SavedInfo(containers=packed)
                 continue
             infos[key] = SavedInfo(
                 groups=groups,
@@ -329,8 +338,11 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 opaque={k: v for r in reports for k, v in r.opaque.items()},
                 odd=sorted({name for r in reports for name in r.odd}),
                 int_keys=[
-                    list(p) for p in dict.fromkeys(tuple(p) for r in reports for p in r.int_keys)
+                    list(map(str, path[1:]))
+                    for path, each in containers.items()
+                    if path[:1] == ("state",) and all(type(k) is int for k in each.keys)
                 ],
+                containers=packed,
                 quantized=[vars(how) for how in quantized],
                 optimizers=_distinct(r.optimizer for r in reports),
             )
@@ -351,8 +363,12 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         reports: Sequence[Report],
         plans: list[SavePlan],
         finals: Sequence[_FinalData],
-    ) -> list[list[str]]:
-        """Let each merged param group be written whole, by one rank, under its merged number."""
+    ) -> tuple[list[list[str]], Containers]:
+        """Let each merged param group be written whole, by one rank, under its merged number.
+
+        Returns:
+            The FQNs of each group; and the mappings of all ranks, of groups under those numbers.
+        """
         merged = merge_groups([r.groups for r in reports], key)
         prefix = f"{key}.param_groups."
         number_of = {(g.rank, g.number): i for i, g in enumerate(merged)}
@@ -382,7 +398,18 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 index = dataclasses.replace(item.index, fqn=new)
                 kept.append(dataclasses.replace(item, index=index))
             plans[rank] = dataclasses.replace(plan, items=kept, planner_data=mappings)
-        return [g.fqns for g in merged]
+        shared = []
+        for rank, report in enumerate(reports):
+            kept_containers = Containers()
+            for where, each in report.containers.items():
+                if where[:1] != ("param_groups",):
+                    kept_containers[where] = each
+                elif (rank, where[1]) in number_of:
+                    to = number_of[rank, where[1]]  # type: ignore[index]
+                    moved: Path = (*where[:1], to, *where[2:])
+                    kept_containers[moved] = each
+            shared.append(kept_containers)
+        return [g.fqns for g in merged], agree_on_containers(key, shared)
 
     # ------------------------------------------------------------ writing
 
