@@ -160,12 +160,14 @@ def drop_overlaps(reports: Sequence[Report], plans: list[SavePlan]) -> None:
         plans[rank] = dataclasses.replace(plan, items=items)
 
 
-def fill_holes(key: str, reports: Sequence[Report], plans: list[SavePlan]) -> dict[str, list[Any]]:
+def fill_holes(
+    key: str, reports: Sequence[Report], plans: list[SavePlan]
+) -> tuple[dict[str, list[Any]], set[MetadataIndex]]:
     """Have zeros written for elements whose rank has no state while others do.
 
     FSDP with ``use_orig_params=True`` gives a parameter no gradient on ranks whose forward did
     not use it. Which elements those are is returned (key -> spans as in ``SavedInfo.absent``), so
-    that the same layout loads "no state" again.
+    that the same layout loads "no state" again; and the items of zeros that were given to rank 0.
     """
     names = {name: fqn for r in reports for name, fqn in r.pieces.items()}
     boxes: dict[str, dict[tuple[int, ...], WriteItem]] = {name: {} for name in names}
@@ -220,7 +222,7 @@ def fill_holes(key: str, reports: Sequence[Report], plans: list[SavePlan]) -> di
             stacklevel=2,
         )
         plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, *zeros])
-    return absent
+    return absent, {item.index for item in zeros}
 
 
 def _zeros(name: str, sample: TensorWriteData, hole: Segment) -> Iterator[WriteItem]:

@@ -62,6 +62,7 @@ from .tree import (
     dotted,
     find_optim,
     key_tuple,
+    lies_on_meta,
     with_optim_removed,
 )
 from .waiting import watched
@@ -83,6 +84,7 @@ class _FinalData:
 
     renamed: dict[str, str] = field(default_factory=dict)  # key to write -> key on this rank
     values: dict[str, Any] = field(default_factory=dict)  # key to write -> value
+    zeros: set[MetadataIndex] = field(default_factory=set)  # what no rank has, and is zeros
 
 
 class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
@@ -290,6 +292,14 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """This rank's items: DCP's default ones, and its boxes."""
+        held = [*self.state_dict.items(), *((i.fqn, t) for i, t in self._pieces.items())]
+        without = sorted({name for name, value in held if lies_on_meta(value)})
+        if without:
+            raise LayoutError(
+                f"expected tensors with values, found {len(without)} on the meta device, which has "
+                f"none: {', '.join(without[:10])}. Materialize them (to_empty, and load or "
+                f"initialize), or leave them out"
+            )
         plan = super().create_local_plan()
         self.plan = dataclasses.replace(
             plan,
@@ -325,7 +335,8 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             for final, names in zip(finals, renamed, strict=True):
                 final.renamed.update(names)
             drop_overlaps(reports, plans)
-            absent = fill_holes(key, reports, plans)
+            absent, zeros = fill_holes(key, reports, plans)
+            finals[0].zeros |= zeros
             packed = [each.pack(path) for path, each in containers.items()]
             if any(report.model for report in reports):
                 if packed:
@@ -418,14 +429,21 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         if isinstance(new_plan.planner_data, _FinalData):
             self._final = new_plan.planner_data
             new_plan = dataclasses.replace(new_plan, planner_data=None)
-        held = {*self.state_dict, *self._final.renamed}
+        held = {*self.state_dict, *self._final.renamed, *self._final.values}
         for item in new_plan.items:
-            if item.type == WriteItemType.SHARD and item.index.fqn not in held:
-                self._pieces.setdefault(item.index, _absent(item))
+            index = item.index
+            if not (index.fqn in held or index in self._pieces or index in self._final.zeros):
+                raise LayoutError(
+                    f"{index.fqn}: expected to write what this rank holds, found that the global "
+                    f"plan wants of it {tuple(index.offset or ())}, which it does not hold"
+                )
         return self._in_use.hold(super().finish_plan(new_plan))
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """A view of the optimizer's own memory for a box; else as DCP's default planner."""
+        if write_item.index in self._final.zeros:
+            data = tensor_data(write_item)
+            return torch.zeros(data.chunk.sizes, dtype=data.properties.dtype, device="cpu")
         tensor = self._pieces.get(write_item.index)
         if tensor is None:
             found: Any = super().resolve_data(write_item)
@@ -433,7 +451,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 write_item.index.fqn in self._final.renamed
             )
             return found.reshape(-1) if flattened else found
-        return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
+        return tensor
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         if index.fqn in self._final.values:
@@ -458,9 +476,3 @@ def _distinct(values: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     found.extend(value for value in values if value is not None and value not in found)
     return found
-
-
-def _absent(item: WriteItem) -> torch.Tensor:
-    """Stands for zeros that are made when they are written."""
-    data = tensor_data(item)
-    return torch.empty(data.chunk.sizes, dtype=data.properties.dtype, device="meta")

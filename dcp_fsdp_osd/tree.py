@@ -26,6 +26,7 @@ __all__ = [
     "key_tuple",
     "leaf_at",
     "leaves",
+    "lies_on_meta",
     "put_in_place",
     "set_leaf",
     "text_keys",
@@ -66,6 +67,17 @@ def holds_tensor(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(holds_tensor, value.values()))
     return isinstance(value, list | tuple | set) and any(map(holds_tensor, value))
+
+
+def lies_on_meta(value: Any) -> bool:
+    """Whether a tensor without values lies in nested containers."""
+    if isinstance(value, ShardedTensor):
+        return any(shard.tensor.is_meta for shard in value.local_shards())
+    if isinstance(value, torch.Tensor):
+        return value.is_meta
+    if isinstance(value, Mapping):
+        return any(map(lies_on_meta, value.values()))
+    return isinstance(value, list | tuple | set) and any(map(lies_on_meta, value))
 
 
 def is_entered_list(value: Any) -> bool:

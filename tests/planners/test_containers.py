@@ -57,7 +57,7 @@ def mixed(like: torch.Tensor | None = None) -> dict[Any, Any]:
     fresh = torch.arange(4.0) if like is None else torch.randn_like(like)
     return {
         0: fresh.clone(),
-        1: {"deep": {7: fresh + 1, -3: "minus"}},
+        11: {"deep": {7: fresh + 1, -3: "minus"}},
         "2": 2,
         None: "nothing",
         True: "yes",
@@ -90,8 +90,8 @@ class Heavy(torch.optim.SGD):
                     state[0] = {"exp_avg": torch.zeros_like(p), "step": 0}
                     if self.everything and i % 2:
                         kinds = mixed(p)
-                        state.update({k: v for k, v in kinds.items() if k not in (0, 1)})
-                        state["one"] = kinds[1]
+                        state.update({k: v for k, v in kinds.items() if k not in (0, 11)})
+                        state["one"] = kinds[11]
                 state[0]["exp_avg"].mul_(0.9).add_(p.grad)
                 state[0]["step"] += 1
                 p -= 0.1 * state[0]["exp_avg"]
@@ -190,6 +190,7 @@ def _forms(rank: int, world: int, path: str) -> list[str]:
         found += [
             f"{form} {d}" for d in unlike(options["table"], expected["param_groups"][0]["table"])
         ]
+    state["optim"]["state"].pop((1, "b"))  # a full state does not tell whose it is
     full = state["optim"] if rank == 0 else None
     again, fresh = _model(1, False)
     state = {"optim": {}}
@@ -305,7 +306,9 @@ def test_verify_tells_of_keys_and_mappings(tmp_path: Path) -> None:
     assert "mine.3: key 3 in the checkpoint, '3' here" in told
     assert "param_groups.0.table: {1: 2} in the checkpoint, {'1': 2} here" in told
     assert len(told.splitlines()) == 4
-    with pytest.raises(dcp.api.CheckpointException, match="weight.0: key 0 in the checkpoint, '0'"):
+    with pytest.raises(
+        dcp.api.CheckpointException, match=r"weight\.0: key 0 in the checkpoint, .0."
+    ):
         dcp.load(
             {"optim": optim.state_dict()},
             checkpoint_id=tmp_path,
