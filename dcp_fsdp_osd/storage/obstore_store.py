@@ -204,7 +204,12 @@ class ObstoreStore:
         return key.removeprefix(self._prefix)
 
     def _list(self) -> Any:
-        return self.obs.list_with_delimiter(self.store, self._prefix or None)
+        try:
+            return self.obs.list_with_delimiter(self.store, self._prefix or None)
+        except Exception as error:
+            if "NoSuchBucket" in str(error) or _status(error) == 404:
+                raise FileNotFoundError("no such bucket") from error
+            raise
 
     def is_transient(self, error: BaseException) -> bool:
         status = _status(error)

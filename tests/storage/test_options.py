@@ -38,7 +38,7 @@ def common(endpoint: S3Endpoint) -> dict[str, Any]:
 @pytest.mark.parametrize("more", [{}, {"allow_http": True}, {"token": None}, {"anon": False}])
 def test_one_set_of_options(moto: S3Endpoint, backend: Any, more: dict[str, Any]) -> None:
     """A plain HTTP server, as MinIO is by default."""
-    url = moto.url(f"common/{backend}/{'-'.join(more)}")
+    url = moto.url(f"common/{backend}/with-{'-'.join(more)}")
     given: Any = {"backend": backend, "storage_options": {**common(moto), **more}}
     dcp.save(dict(STATE), storage_writer=StreamingWriter(f"{url}/step-1", **given))
     found = {"t": torch.zeros(100)}
@@ -136,7 +136,8 @@ def check_missing(place: Place, caplog: pytest.LogCaptureFixture) -> None:
         for name in ("step-11", "step-12")
     }
     said[""] = said_by(partial(dcp.load, dict(STATE), storage_reader=place.reader()))
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not [record for record in told if "NullHandler" not in record.name]  # DCP's own events
     for name, text in said.items():
         assert f"no checkpoint at {place.url}/{name}".rstrip("/") in text
         assert "step-9, step-10" in text, text
