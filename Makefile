@@ -4,7 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint bench clean
+# Another torch, from PyPI with gigabytes of CUDA: make test-torch TORCH=2.6.0 [TESTS=tests/storage]
+TORCH ?= 2.6.0
+TESTS ?= tests
+TORCH_VENV := .venv-torch-$(TORCH)
+# Checkpoints between two: make test-versions PYTHONS=".venv-torch-2.6.0/bin/python ..."
+PYTHONS ?=
+
+.PHONY: demo test test-slow test-torch test-versions lint bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,10 +33,23 @@ test: lint
 test-slow: lint
 	$(BIN)/python -m pytest -q -m slow
 
+$(TORCH_VENV)/.installed: pyproject.toml constraints.txt tests/versions/pins.py
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(PYTHON) tests/versions/pins.py $(TORCH) > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/pip install --quiet --disable-pip-version-check \
+		-c $(TORCH_VENV)/constraints.txt -e '.[test,obstore,progress,crc32c]'
+	touch $@
+
+test-torch: $(TORCH_VENV)/.installed
+	$(TORCH_VENV)/bin/python -m pytest -q -m 'not slow' $(TESTS)
+
+test-versions: $(STAMP)
+	$(BIN)/python -m pytest -q tests/versions $(foreach python,$(PYTHONS),--other-python=$(python))
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.stock_vs_ours
 	$(BIN)/python -m benchmarks.storage
 	$(BIN)/python -m benchmarks.exchange
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

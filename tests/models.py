@@ -28,6 +28,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
 from torch.nn import functional as F
 
+from tests.torch_gaps import train_fsdp2_on_cpu
+
 __all__ = [
     "MODELS",
     "Block",
@@ -365,6 +367,7 @@ def train_steps(
     The data is a function of (``seed``, step, rank) alone; the global random state is left as it
     was.  Gradients are cleared after every step.
     """
+    train_fsdp2_on_cpu(model)
     optimizers = [optim] if isinstance(optim, torch.optim.Optimizer) else list(optim)
     rank = dist.get_rank() if dist.is_initialized() else 0
     losses = []

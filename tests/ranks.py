@@ -306,9 +306,9 @@ def _worker(rank: int, pipe: connection.Connection, log: str, stacks: str) -> No
     threading.Thread(target=_listen, args=(pipe, orders), daemon=True).start()
     import torch
 
-    from tests.torch_gaps import complete_cpu_streams
+    from tests.torch_gaps import complete_torch
 
-    complete_cpu_streams()
+    complete_torch()
     torch.set_num_threads(1)
     gc.freeze()  # what importing torch made is not looked through after every call
     pipe.send_bytes(pickle.dumps((True, None)))
@@ -367,8 +367,9 @@ def _clean_up(rank: int, threads_before: set[threading.Thread]) -> bytes:
     try:
         import torch
 
-        from tests.torch_gaps import forget_placements
+        from tests.torch_gaps import forget_placements, let_groups_rest
 
+        let_groups_rest()
         _close_groups()
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(1)

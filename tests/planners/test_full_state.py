@@ -18,6 +18,7 @@ from tests.models import MODELS, Mlp, full_state, train_steps, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, assert_same, make
 from tests.planners.test_interop import build, compare, full
 from tests.ranks import RankError, run_ranks
+from tests.torch_gaps import needs_groups_without_rank_0
 
 
 def _load(model: Any, optim: Any, reader: FullStateReader, **options: Any) -> Any:
@@ -135,6 +136,7 @@ def _subgroup(rank: int, world: int) -> None:
     train_steps(mesh, optim, 1)
 
 
+@needs_groups_without_rank_0
 def test_subgroup() -> None:
     run_ranks(_subgroup, 4)
 

@@ -18,7 +18,12 @@ from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter
 from tests.ranks import RankError, run_ranks
 from tests.storage.fakes import Script
 from tests.storage.states import assert_same, mixed
-from tests.torch_gaps import async_kinds, async_save, needs_save_without_collectives
+from tests.torch_gaps import (
+    async_kinds,
+    async_save,
+    needs_groups_without_rank_0,
+    needs_save_without_collectives,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP warns that there is no process group
 
@@ -188,6 +193,7 @@ def _load_in_a_subgroup(rank: int, world_size: int, path: str) -> int:
     return script.count("read whole")
 
 
+@needs_groups_without_rank_0
 def test_a_load_in_a_subgroup_involves_nobody_else(tmp_path: Path) -> None:
     run_ranks(_save, 2, str(tmp_path / "c"))
     assert run_ranks(_load_in_a_subgroup, 3, str(tmp_path / "c"), timeout=60) == [-1, 1, 0]

@@ -18,6 +18,7 @@ from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter, latest
 from dcp_fsdp_osd.storage.memory import is_plain
 from tests.storage.conftest import Place
 from tests.storage.states import BoxPlanner, assert_same, load, mixed
+from tests.torch_gaps import stock_fsspec
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP warns that there is no process group
 
@@ -47,9 +48,9 @@ def test_stock_reads_ours(place: Place) -> None:
     if place.kind == "local":
         stock: Any = FileSystemReader(place.url)
     elif place.kind == "obstore":
-        stock = FsspecReader(place.url, **place.endpoint.storage_options)
+        stock = stock_fsspec(FsspecReader, place.url, **place.endpoint.storage_options)
     else:
-        stock = FsspecReader(place.url, **place.options)
+        stock = stock_fsspec(FsspecReader, place.url, **place.options)
     assert_same(load(stock, state), state)
 
 
@@ -58,9 +59,9 @@ def test_ours_reads_stock(place: Place) -> None:
     if place.kind == "local":
         stock: Any = FileSystemWriter(place.url)
     elif place.kind == "obstore":
-        stock = FsspecWriter(place.url, **place.endpoint.storage_options)
+        stock = stock_fsspec(FsspecWriter, place.url, **place.endpoint.storage_options)
     else:
-        stock = FsspecWriter(place.url, **place.options)
+        stock = stock_fsspec(FsspecWriter, place.url, **place.options)
     dcp.save(state, storage_writer=stock)
     assert_same(load(place.reader(), state), state)
 

@@ -22,6 +22,7 @@ from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter, latest
 from dcp_fsdp_osd.storage.transfer import RetryPolicy
 from tests.servers import Fault, S3Endpoint, SeaweedS3, fault_proxy
+from tests.torch_gaps import stock_fsspec
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -91,9 +92,10 @@ def test_stock_reads_ours_and_we_read_stock(weed: SeaweedS3, backend: str) -> No
     ours, stock = (weed.url(f"interop-{backend}/{name}") for name in ("ours", "stock"))
     save(weed, backend, ours, state)
     found = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
-    dcp.load(found, storage_reader=FsspecReader(ours, **weed.storage_options), no_dist=True)
+    reader = stock_fsspec(FsspecReader, ours, **weed.storage_options)
+    dcp.load(found, storage_reader=reader, no_dist=True)
     assert same(found, state)
-    writer = FsspecWriter(stock, sync_files=False, **weed.storage_options)
+    writer = stock_fsspec(FsspecWriter, stock, sync_files=False, **weed.storage_options)
     dcp.save(state, storage_writer=writer, no_dist=True)
     assert same(load(weed, backend, stock, state), state)
 

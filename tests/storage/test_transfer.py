@@ -194,8 +194,8 @@ def test_every_error_can_be_sent_to_other_ranks(
             save(tmp_path / "d", script)
     (failure,) = pickle.loads(pickle.dumps(error.value)).failures.values()
     text = str(failure[0])
-    if operation == "read whole":
-        # Of an error there, DCP keeps the text alone.
+    if operation == "read whole" and not isinstance(failure[0], StorageError):
+        # Of an error there, DCP keeps the text alone (since torch 2.7).
         assert isinstance(failure[0], AssertionError) and "metadata read failed" in text
     else:
         assert type(failure[0]) is StorageError and "rank 0" in text and kind in text
