@@ -134,10 +134,11 @@ def check(data: bytes) -> float:
     before = attributes()
     tracemalloc.start()
     try:
-        begin = time.monotonic()
+        # Of this thread alone: on a busy machine it may wait a second for its turn.
+        begin = time.thread_time()
         with contextlib.suppress(FlatOptimError):
             load_metadata(data, "fuzz")
-        assert time.monotonic() - begin < 1.0, "it took longer than a second"
+        assert time.thread_time() - begin < 1.0, "it took longer than a second"
         taken = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -166,10 +167,10 @@ def fuzz(seconds: float, examples: int | None = None) -> tuple[int, float, float
         nonlocal count, most, slowest
         if time.monotonic() > deadline:
             return
-        begin = time.perf_counter()
+        begin = time.thread_time()
         taken = check(data)
         count += 1
-        slowest = max(slowest, time.perf_counter() - begin)
+        slowest = max(slowest, time.thread_time() - begin)
         if len(data) > 4096:
             most = max(most, taken)
 
