@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from .containers import Container, Containers
 from .layout import without_wrappers
 from .optim_state import opaque_prefix
 from .saved_info import SavedInfo
@@ -32,6 +33,8 @@ class CheckpointIndex:
         paths: key -> path below the optimizer.
         tensors: key -> its storage metadata, for keys of tensors (other keys are objects).
         info: what our save planner recorded; None for a checkpoint of stock PyTorch.
+        containers: the mappings that are not dicts with text for keys, as far as is recorded; paths
+            are below the optimizer.
         renamed: names that the checkpoint has with names of wrappers in them -> FQNs.
         flattened: saved with ``flatten_optimizer_state_dict=True``.
         by_number: parameters are numbers, as in ``optim.state_dict()``, and not names.
@@ -47,12 +50,18 @@ class CheckpointIndex:
     paths: dict[str, Path] = field(default_factory=dict)
     tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
     info: SavedInfo | None = None
+    containers: Containers = field(default_factory=Containers)
     renamed: dict[str, str] = field(default_factory=dict)
     flattened: bool = False
     by_number: bool = False
     one_state: str | None = None
     one_list: str | None = None
     one_object: bool = False
+
+    @property
+    def knows_containers(self) -> bool:
+        """Whether mappings that are not in ``containers`` are dicts with text for keys."""
+        return self.info is not None and self.info.containers is not None
 
     @property
     def empty(self) -> bool:
@@ -71,7 +80,7 @@ class CheckpointIndex:
 
     def known_groups(self) -> list[list[str]] | None:
         """The FQNs of each group where metadata alone tells them; None if they must be read."""
-        if self.info is not None:
+        if self.info is not None and self.info.groups is not None:
             return [list(fqns) for fqns in self.info.groups]
         if self.flattened:
             return [[str(fqn)] for fqn in self.groups]
@@ -108,11 +117,29 @@ def index_checkpoint(
             continue
         if isinstance(storage, TensorStorageMetadata):
             index.tensors[name] = storage
+    index.containers = _containers(index)
     _rename(index, known)
     index.by_number = bool(index.state) and all(
         name.isdigit() and name not in known for name in index.state
     )
     return index
+
+
+def _containers(index: CheckpointIndex) -> Containers:
+    if index.info is None:
+        return Containers()
+    if index.info.containers is not None:
+        return Containers.unpack(index.info.containers)
+    found = Containers()  # of a version that recorded which mappings have integers for keys
+    for name, *above in index.info.int_keys:
+        paths = [*index.state.get(name, ())]
+        paths += [p for by_path in index.opaque.get(name, {}).values() for p in by_path]
+        n = len(above)
+        keys = dict.fromkeys(p[n] for p in paths if [*p[:n]] == above and len(p) > n)
+        if keys and all(str(key).lstrip("-").isdigit() for key in keys):
+            where: Path = ("state", name, *above)
+            found[where] = Container("dict", tuple(map(int, keys)))
+    return found
 
 
 def _rename(index: CheckpointIndex, known: set[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import ReadItem
 
 from .compare import Ranges, differing
+from .containers import Containers, containers_of, unlike
 from .load_schedule import Leaf
 from .load_state import OptimLoad
 from .model_load import ModelLoad
@@ -179,6 +180,7 @@ class OptimComparison(Comparison):
             unwanted.update(leaf.pieces)
             unwanted.update(MetadataIndex(key) for key in leaf.sources.values())
         self._tell_unsaved()
+        self._tell_containers()
         self.load.allocate()
         return [i for i in self._schedule.items if i.dest_index not in unwanted]
 
@@ -193,6 +195,36 @@ class OptimComparison(Comparison):
             param = self.load.layout.params[owner]
             if owner not in self._schedule.keep and not param.empty:
                 self.tell(param.fqns[0], dotted(path), _UNSAVED)
+
+    def _tell_containers(self) -> None:
+        """Of mappings that are of another kind, or have other keys of the same text."""
+        if not self.load.index.knows_containers:
+            return
+        paths: dict[Any, list[Path]] = {}
+        for leaf in self._schedule.leaves:
+            paths.setdefault("" if leaf.extra else _place(leaf)[0], []).append(leaf.path)
+        live = self.load.with_own_keys
+        for name, state in live.get("state", {}).items():
+            number = param_id(name, self.load.layout)
+            owner = str(name) if number is None else number
+            saved = self.load.index.containers.below(("state", str(name)))
+            fqn = str(name)
+            if number is not None:
+                saved = self.load.saved_containers(number)
+                fqn = self.load.layout.params[number].fqns[0]
+            self._tell_unlike(fqn, saved, state, paths.get(owner, ()))
+        rest = {k: v for k, v in live.items() if k not in ("state", "param_groups")}
+        saved = Containers(
+            (p, c)
+            for p, c in self.load.index.containers.items()
+            if p[:1] not in (("state",), ("param_groups",))
+        )
+        self._tell_unlike("", saved, rest, paths.get("", ()))
+
+    def _tell_unlike(self, fqn: str, saved: Containers, live: Any, paths: Sequence[Path]) -> None:
+        for line in unlike(saved, containers_of(live, (), strict=False), paths):
+            where, _, what = line.partition(": ")
+            self.tell(fqn or where, where if fqn else "", what)
 
     def _live_values(self) -> dict[tuple[Any, Path], Any]:
         values: dict[tuple[Any, Path], Any] = {}

@@ -14,7 +14,7 @@ import dataclasses
 import io
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from .containers import containers_of
 from .errors import CheckpointMismatchError, StorageError, UnsafeCheckpointError, portable_errors
 from .geometry import narrowed_view
 from .roles import HasRole
+from .saved_info import INFO_KEY, SavedInfo
 from .storage.once import from_first_rank
 from .storage.session import telling
 from .tree import dotted, leaves
@@ -131,7 +133,13 @@ class FullStateReader(HasRole, StorageReader):
                 entries[name] = BytesStorageMetadata()
             paths[name] = path
             self._values[name] = value
-        return Metadata(state_dict_metadata=entries, planner_data=paths, storage_data={})
+        infos = {
+            dotted(path): SavedInfo(groups=None, containers=[c.pack(p) for p, c in found.items()])
+            for path, optim in _optimizers(state, ())
+            if (found := containers_of(optim, path))
+        }
+        data = {**paths, INFO_KEY: SavedInfo.pack(infos)} if infos else paths
+        return Metadata(state_dict_metadata=entries, planner_data=data, storage_data={})
 
     def _load(self) -> Mapping[str, Any]:
         source = self._source
@@ -220,3 +228,12 @@ class FullStateReader(HasRole, StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path of a file."""
         return Path(checkpoint_id).is_file()
+
+
+def _optimizers(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The optimizers' state dicts in a state dict, with their paths."""
+    if isinstance(value, Mapping) and "state" in value and "param_groups" in value:
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _optimizers(item, (*path, str(key)))

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
+from .containers import remade
 from .fsdp import ShardGroup
 from .geometry import Box
 from .layout import Piece
@@ -128,6 +129,7 @@ class FormLoad(OptimLoad):
                 group = self._shard_group(leaf.name)
                 value = group.tensor(leaf.tensor, leaf.shape) if group is not None else value
             set_leaf(self._result, leaf.path, value)
+        self._result = remade(self._result, self.index.containers)
         if self.index.flattened:
             return
         state = self._result.get("state", {})

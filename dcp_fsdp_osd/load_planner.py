@@ -41,7 +41,7 @@ from .read_once import Broadcast, RankReads, SharedReads, about_reader, describe
 from .roles import HasRole, check_bool, check_key, check_optim, check_options, check_positive
 from .shared_reads import in_order
 from .storage.identity import Identity, check_one_checkpoint, identify
-from .tree import find_optim, key_tuple, with_optim_removed
+from .tree import find_optim, key_tuple, put_in_place, with_optim_removed
 from .waiting import watched
 
 __all__ = ["FlatOptimLoadPlanner"]
@@ -449,7 +449,11 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
     def _take_object(self, item: ReadItem, value: io.BytesIO) -> None:
         load = self._owner.get(item.dest_index.fqn)
         if load is None:
-            super().load_bytes(item, value)
+            key = item.dest_index.fqn
+            path = self.mappings.get(key, ())
+            if not put_in_place(self.original_state_dict, path, load_object(value)):
+                value.seek(0)
+                super().load_bytes(item, value)
         else:
             load.objects[item.dest_index.fqn] = load_object(value)
 

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from .checkpoint_index import index_checkpoint
+from .containers import Containers, containers_of, key_clashes, remade
 from .errors import CheckpointMismatchError
 from .flat_form import flat_states
 from .fsdp import Target
@@ -25,7 +26,7 @@ from .optim_state import is_flattened, is_guarded, mark_loaded, param_id, withou
 from .param_groups import SavedGroups, match_groups
 from .placements import like_param
 from .quantized_load import QuantizedLoad
-from .tree import Path, copied_dicts, digest, dotted, leaves, set_leaf
+from .tree import Path, digest, dotted, leaves, set_leaf, text_keys
 
 __all__ = ["OptimLoad", "empty_dtensor"]
 
@@ -63,6 +64,7 @@ class OptimLoad:
         self.key = ".".join(path)
         self.value = value
         self.live: dict[str, Any] = without_guard(value)
+        self.with_own_keys: Mapping[str, Any] = self.live
         self.applies = self._is_flat_form()
         self.optim = optim
         self.groups: Sequence[Mapping[str, Any]] = optim.param_groups
@@ -93,7 +95,44 @@ class OptimLoad:
             quantized=self.quantized,
             optim_class=self.optim_class,
         )
+        if self.index.knows_containers:
+            self._check_keys()
         return self.schedule
+
+    def _check_keys(self) -> None:
+        """An optimizer does not find what is loaded under another key than its own."""
+        paths: dict[int | None, list[Path]] = {}
+        for leaf in self.schedule.leaves:
+            paths.setdefault(leaf.param, []).append(leaf.path)
+        for name, state in self.with_own_keys.get("state", {}).items():
+            number = param_id(name, self.layout)
+            if number is None:
+                continue
+            live = _containers_here(state)
+            fqn = self.layout.params[number].fqns[0]
+            lines = key_clashes(self.saved_containers(number), live, paths.get(number, ()))
+            self.schedule.problems += [f"{fqn}.{line}" for line in lines]
+
+    def saved_containers(self, number: int) -> Containers:
+        """Of one parameter's state."""
+        found = Containers()
+        for fqn in reversed(self.layout.params[number].fqns):
+            for name in reversed(self.layout.names_of(fqn)):
+                found.update(self.index.containers.below(("state", name)))
+        return found
+
+    def _containers(self, saved: Containers, live: Any, paths: Sequence[Path]) -> Containers:
+        """``saved``, and those of ``live`` where the checkpoint does not tell.
+
+        Args:
+            paths: of the values that were loaded.
+        """
+        found = _containers_here(live)
+        if self.index.knows_containers:
+            told = {path[:n] for path in paths for n in range(len(path))}
+            found = Containers((p, each) for p, each in found.items() if p not in told)
+        found.update(saved)
+        return found
 
     def _is_flat_form(self) -> bool:
         """Empty, or keyed by parameter ids (or by names, with flat values)."""
@@ -218,6 +257,11 @@ class OptimLoad:
             if self.index.known_groups() is None:  # else they were problems of the plan
                 missing += [f"{fqn}: not in the checkpoint" for fqn in lacking]
         new_groups = match_groups(groups, self.layout, self._now(), self.key)
+        if not self.index.knows_containers:
+            new_groups = [
+                remade(group, _containers_here(now))
+                for group, now in zip(new_groups, self._now(), strict=True)
+            ]
         state = self._state(new_groups, clashes)
         self._refuse(clashes, missing)
         for tensor, value in self._scalars_in_place:
@@ -227,9 +271,13 @@ class OptimLoad:
         for group, ids in zip(new_groups, self._group_ids(), strict=True):
             result_groups.append({**group, "params": ids})
         self._result = {"state": flat_states(state, self.layout), "param_groups": result_groups}
+        extras: dict[Any, Any] = {}
+        paths = [leaf.path for leaf in self.schedule.leaves if leaf.extra]
         for leaf in self.schedule.leaves:
             if leaf.extra:
-                set_leaf(self._result, leaf.path, self._value(leaf, False, []))
+                set_leaf(extras, leaf.path, self._value(leaf, False, []))
+        live = {k: v for k, v in self.live.items() if k not in ("state", "param_groups")}
+        self._result |= remade(extras, self._containers(self.index.containers, live, paths))
 
     def _refuse(self, clashes: list[str], missing: list[str]) -> None:
         """Raise for what was found after reading; what is ``missing`` may be so if not strict."""
@@ -273,7 +321,7 @@ class OptimLoad:
         self.scalars.clear()
         self._scalars_in_place.clear()
         self.quantized.release()
-        self.value, self.live, self._result = {}, {}, {}
+        self.value, self.live, self.with_own_keys, self._result = {}, {}, {}, {}
 
     def _now(self) -> Sequence[Mapping[str, Any]]:
         groups: Sequence[Mapping[str, Any]] = self.live.get("param_groups") or self.groups
@@ -297,7 +345,7 @@ class OptimLoad:
             for path, key in options.items():
                 value: Any = self.objects[key] if key in self.objects else tensors[key]
                 _put(values, path, value)
-            found[group] = values
+            found[group] = remade(values, self.index.containers.below(("param_groups", group)))
         for group, values in found.items():
             members = values.pop("params", None)
             values.pop("param_names", None)  # of the wrapping then; the current ones stay
@@ -331,34 +379,32 @@ class OptimLoad:
             elif param.empty:
                 values = self._initial(number, kept)
             else:
-                values = {} if kept is None or self.strict else copied_dicts(kept)
+                values = {} if kept is None or self.strict else text_keys(kept)
                 values.update(without_tensors.get(number) or {})
                 for leaf in leaves_of.get(number, ()):
                     _put(values, leaf.path, self._value(leaf, number in capturable, problems))
             if values:
                 self.quantized.join(number, values)
                 state[names[number]] = values
-        self._restore_int_keys(state, names)
-        for leaf in leaves_of.get(None, ()):
-            set_leaf(state, (leaf.name, *leaf.path), self._value(leaf, False, problems))
-        for key, value in old.items():
-            if param_id(key, self.layout) is None and str(key) not in state:
-                state[key] = value
-        return state
+                if values is not kept:
+                    saved = self.saved_containers(number)
+                    live = self.with_own_keys.get("state", {}).get(ids.get(number), {})
+                    paths = [leaf.path for leaf in leaves_of.get(number, ())]
+                    containers = self._containers(saved, live, paths)
+                    state[names[number]] = remade(values, containers)
+        return {**state, **self._user_state(leaves_of.get(None, ()), problems)}
 
-    def _restore_int_keys(self, state: dict[Any, Any], names: Mapping[int | None, Any]) -> None:
-        """Turn the keys of mappings that had integers for keys back into integers."""
-        paths = self.index.info.int_keys if self.index.info is not None else ()
-        for fqn, *path in sorted(paths, key=len, reverse=True):  # the inner ones first
-            number = param_id(fqn, self.layout)
-            here = state.get(names[number]) if number is not None else None
-            above, step = state, names[number] if number is not None else None
-            for following in path:
-                if not isinstance(here, dict):
-                    break
-                above, step, here = here, following, here.get(following)
-            if isinstance(here, dict) and path and all(str(k).lstrip("-").isdigit() for k in here):
-                above[step] = {int(k): v for k, v in here.items()}
+    def _user_state(self, own: Sequence[Leaf], problems: list[str]) -> dict[Any, Any]:
+        """State that is no parameter's."""
+        live = self.with_own_keys.get("state", {})
+        old = {k: v for k, v in live.items() if param_id(k, self.layout) is None}
+        state: dict[Any, Any] = {}
+        for leaf in own:
+            set_leaf(state, (leaf.name, *leaf.path), self._value(leaf, False, problems))
+        saved = self.index.containers.below(("state",))
+        paths = [(leaf.name, *leaf.path) for leaf in own]
+        kept = {key: value for key, value in old.items() if str(key) not in state}
+        return {**remade(state, self._containers(saved, old, paths)), **kept}
 
     def _initial(self, number: int, kept: Any) -> Any:
         """What an optimizer that makes its state early has for a parameter without elements."""
@@ -386,6 +432,11 @@ class OptimLoad:
         if isinstance(value, torch.Tensor) and leaf.param is not None and capturable:
             value = value.to(self.target.devices[leaf.param])
         return value
+
+
+def _containers_here(value: Any) -> Containers:
+    """Of what is live: what could not be saved is passed over."""
+    return containers_of(value, (), strict=False)
 
 
 def _put(values: dict[Any, Any], path: Path, value: Any) -> None:

@@ -17,12 +17,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from .containers import Containers, containers_of, remade
 from .geometry import Box, narrowed_view
 from .layout import Piece, Segment
 from .load_schedule import Leaf, LoadSchedule, covering_reads, object_item, whole_chunk
 from .memory import empty_for_reading
 from .model_state import ModelGuard
 from .optim_state import GUARD_KEY, without_guard
+from .saved_info import SavedInfo
 from .tree import Path, set_leaf
 
 __all__ = ["LocalBox", "ModelLoad", "local_boxes"]
@@ -80,6 +82,9 @@ class ModelLoad:
         self.live = without_guard(value)
         self.saved = _saved_under(metadata, path)
         self._sorted = sorted(self.saved)
+        info = SavedInfo.unpack(metadata.planner_data, self.key)
+        known = info.containers if info is not None else None
+        self.containers = None if known is None else Containers.unpack(known)
         self.schedule = LoadSchedule()
         self.objects: dict[str, Any] = {}
         self.late: list[str] = []
@@ -215,7 +220,10 @@ class ModelLoad:
                 set_leaf(fresh, (leaf.name, *leaf.path), value)
             else:
                 fresh[leaf.name] = value
-        return fresh
+        if self.containers is not None:
+            return {name: remade(fresh[name], self.containers.below((name,))) for name in fresh}
+        here = {name: containers_of(self.live[name], (name,), strict=False) for name in fresh}
+        return {name: remade(fresh[name], here[name]) for name in fresh}
 
     def hand_over(self) -> None:
         """Put extra states into the dict; ``FlatModelState.load_state_dict`` takes them."""

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from .containers import containers_of
 from .errors import LayoutError
 from .fsdp import _join, _module_names, unmet_params
 from .fsdp_weights import drop_unsharded, flat_shards, low_precision_buffers
@@ -171,6 +172,7 @@ def model_entries(state_dict: Mapping[str, Any], key: tuple[str, ...]) -> SaveEn
             if fqn in guard.dtypes:
                 value = value.to(guard.dtypes[fqn])  # noqa: PLW2901
             entries.plain.update(leaves(value, path))
+            entries.containers.update(containers_of(value, path, path=(fqn,)))
             continue
         if value.dim() != 1 or value.numel() != segment.numel or not value.is_contiguous():
             raise LayoutError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -20,13 +21,14 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from .containers import Containers, containers_of
 from .errors import CheckpointMismatchError, LayoutError
 from .geometry import Box
 from .layout import FlatLayout, ParamLayout, Piece
 from .quantized import QuantizedReport, is_wrapper, local_part
 from .quantized_save import add_quantized
 from .roles import check_optim
-from .tree import Path, digest, dotted, holds_tensor, int_mappings, leaves
+from .tree import Path, digest, dotted, holds_tensor, leaves
 
 __all__ = [
     "FlatOptimState",
@@ -70,7 +72,8 @@ class SaveEntries:
         user: names in ``state`` that are no parameter's.
         opaque: path of per-rank state -> what part of the model it is of.
         opaque_of: keys that this state would have if it were no per-rank state.
-        odd, int_keys: as in ``SavedInfo``.
+        odd: as in ``SavedInfo``.
+        containers: the mappings below the optimizer that are not dicts with text for keys.
         quantized: what of the above is quantized in blocks.
     """
 
@@ -87,7 +90,7 @@ class SaveEntries:
     opaque: dict[Path, str] = field(default_factory=dict)
     opaque_of: list[str] = field(default_factory=list)
     odd: list[str] = field(default_factory=list)
-    int_keys: list[Path] = field(default_factory=list)
+    containers: Containers = field(default_factory=Containers)
     quantized: QuantizedReport = field(default_factory=QuantizedReport)
 
 
@@ -123,9 +126,10 @@ def save_entries(state_dict: Mapping[str, Any], layout: FlatLayout, key: Path) -
         )
     entries = SaveEntries()
     _save_groups(state_dict["param_groups"], layout, key, entries)
-    for name, value in state_dict.items():  # a subclass's own
-        if name not in ("state", "param_groups"):
-            entries.plain.update(leaves(value, (*key, str(name))))
+    extras = {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
+    entries.containers.update(containers_of(extras, key))
+    for name, value in extras.items():  # a subclass's own
+        entries.plain.update(leaves(value, (*key, str(name))))
     stateful = _save_states(state_dict["state"], layout, key, entries)
     for param in layout.params:
         for segment in param.segments:
@@ -144,12 +148,19 @@ def _save_states(
 ) -> Mapping[str, Any]:
     """Take ``state`` apart; returns the FQNs that have any."""
     stateful: dict[str, Any] = {}
+    user: dict[Any, Any] = {}
     for name, state in states.items():
         param = _param_of(name, layout)
         if param is None:
+            if isinstance(name, Number):
+                raise LayoutError(
+                    f"{dotted(key)}: expected state of parameters, and other state under names, "
+                    f"found some under {name!r}, of {len(layout.params)} parameters: a "
+                    f"number is a parameter's, here or in another wrapping"
+                )
             entries.user.append(str(name))
             entries.plain.update(leaves(state, (*key, "state", str(name))))
-            entries.int_keys += int_mappings(state, (str(name),))
+            user[name] = state
             continue
         for fqn in param.fqns:
             if fqn in stateful:
@@ -162,7 +173,10 @@ def _save_states(
             _save_leaf(param, path, value, key, entries)
         if found:
             stateful.update(dict.fromkeys(param.fqns, name))
-            entries.int_keys += [p for fqn in param.fqns for p in int_mappings(state, (fqn,))]
+            for fqn in param.fqns:
+                above = ("state", fqn)
+                entries.containers.update(containers_of(state, (*key, *above), path=above))
+    entries.containers.update(containers_of(user, (*key, "state"), path=("state",)))
     return stateful
 
 
@@ -208,6 +222,8 @@ def _save_groups(groups: Any, layout: FlatLayout, key: Path, entries: SaveEntrie
             if name != "param_names":  # as the wrapping has them; no option
                 options[str(name)] = digest(value)
             entries.plain.update(leaves(value, (*prefix, str(name))))
+        own = {name: value for name, value in group.items() if name != "params"}
+        entries.containers.update(containers_of(own, prefix, path=("param_groups", i)))
         params: Path = (*prefix, "params")
         entries.plain[params] = fqns
         entries.groups.append(GroupInfo(tuple(fqns), options))

@@ -26,7 +26,7 @@ from .quantized import (
     local_part,
     split,
 )
-from .tree import Path, copied_dicts, dotted, leaf_at, leaves, set_leaf
+from .tree import Path, dotted, leaf_at, leaves, set_leaf, text_keys
 
 __all__ = ["QuantizedLoad", "quantized_states"]
 
@@ -110,7 +110,7 @@ class QuantizedLoad:
                 parts[path] = {PLAIN: local.detach().view(-1)} if local.numel() else {}
         if not parts:
             return state
-        copied = copied_dicts(state)
+        copied = text_keys(state)
         for path, inner in parts.items():
             if inner:
                 set_leaf(copied, path, inner)

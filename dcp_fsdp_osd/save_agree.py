@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from .containers import Containers
 from .errors import LayoutError
 from .geometry import Box
 from .layout import Segment
@@ -28,6 +29,7 @@ from .quantized import QuantizedReport
 
 __all__ = [
     "Report",
+    "agree_on_containers",
     "check_kinds",
     "check_scalars",
     "complement",
@@ -54,7 +56,7 @@ class Report:
     opaque: dict[str, str] = field(default_factory=dict)
     opaque_of: list[str] = field(default_factory=list)
     odd: list[str] = field(default_factory=list)
-    int_keys: list[list[str]] = field(default_factory=list)
+    containers: Containers = field(default_factory=Containers)
     scalars: dict[str, str] = field(default_factory=dict)  # key -> digest
     quantized: QuantizedReport = field(default_factory=QuantizedReport)
     optimizer: dict[str, Any] | None = None  # as of ``describe_optim``
@@ -82,6 +84,27 @@ def check_scalars(key: str, reports: Sequence[Report]) -> None:
             f"{key}: expected scalar state to be the same on every rank that has it, found "
             f"{len(differ)} that differ:\n  " + "\n  ".join(differ)
         )
+
+
+def agree_on_containers(key: str, all_of: Sequence[Containers]) -> Containers:
+    """The mappings of all ranks.
+
+    Raises:
+        LayoutError: ranks have different mappings, or keys, in one place.
+    """
+    agreed = Containers()
+    for rank, containers in enumerate(all_of):
+        for path, each in containers.items():
+            joined = agreed.setdefault(path, each).joined(each)
+            if joined is None:
+                raise LayoutError(
+                    f"{key}: expected the same keys on every rank, found for "
+                    f"{'.'.join(map(str, path)) or key} a {agreed[path].kind} with keys "
+                    f"{list(agreed[path].keys)[:10]}, and on rank {rank} a {each.kind} with "
+                    f"{list(each.keys)[:10]}"
+                )
+            agreed[path] = joined
+    return agreed
 
 
 def check_kinds(key: str, reports: Sequence[Report]) -> None:
@@ -137,12 +160,14 @@ def drop_overlaps(reports: Sequence[Report], plans: list[SavePlan]) -> None:
         plans[rank] = dataclasses.replace(plan, items=items)
 
 
-def fill_holes(key: str, reports: Sequence[Report], plans: list[SavePlan]) -> dict[str, list[Any]]:
+def fill_holes(
+    key: str, reports: Sequence[Report], plans: list[SavePlan]
+) -> tuple[dict[str, list[Any]], set[MetadataIndex]]:
     """Have zeros written for elements whose rank has no state while others do.
 
     FSDP with ``use_orig_params=True`` gives a parameter no gradient on ranks whose forward did
     not use it. Which elements those are is returned (key -> spans as in ``SavedInfo.absent``), so
-    that the same layout loads "no state" again.
+    that the same layout loads "no state" again; and the items of zeros that were given to rank 0.
     """
     names = {name: fqn for r in reports for name, fqn in r.pieces.items()}
     boxes: dict[str, dict[tuple[int, ...], WriteItem]] = {name: {} for name in names}
@@ -197,7 +222,7 @@ def fill_holes(key: str, reports: Sequence[Report], plans: list[SavePlan]) -> di
             stacklevel=2,
         )
         plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, *zeros])
-    return absent
+    return absent, {item.index for item in zeros}
 
 
 def _zeros(name: str, sample: TensorWriteData, hole: Segment) -> Iterator[WriteItem]:

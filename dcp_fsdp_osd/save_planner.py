@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor
 
+from .containers import Containers
 from .errors import LayoutError
 from .flat_form import check_rest
 from .fsdp import check_unwrapped, describe_target
@@ -45,6 +46,7 @@ from .quantized_save import agree_on_quantized
 from .roles import HasRole, check_key, check_optim, check_options
 from .save_agree import (
     Report,
+    agree_on_containers,
     check_kinds,
     check_scalars,
     drop_overlaps,
@@ -60,6 +62,7 @@ from .tree import (
     dotted,
     find_optim,
     key_tuple,
+    lies_on_meta,
     with_optim_removed,
 )
 from .waiting import watched
@@ -81,6 +84,7 @@ class _FinalData:
 
     renamed: dict[str, str] = field(default_factory=dict)  # key to write -> key on this rank
     values: dict[str, Any] = field(default_factory=dict)  # key to write -> value
+    zeros: set[MetadataIndex] = field(default_factory=set)  # what no rank has, and is zeros
 
 
 class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
@@ -224,7 +228,11 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         for path, value in models:
             entries = model_entries(value, path)
             report = Report(
-                orders=entries.orders, parts=entries.parts, columns=entries.columns, model=True
+                orders=entries.orders,
+                parts=entries.parts,
+                columns=entries.columns,
+                containers=entries.containers,
+                model=True,
             )
             self._add_values(entries, report, len(path))
             self._reports[dotted(path)] = report
@@ -240,7 +248,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             opaque={dotted(path): text for path, text in entries.opaque.items()},
             opaque_of=entries.opaque_of,
             odd=entries.odd,
-            int_keys=[[str(step) for step in path] for path in entries.int_keys],
+            containers=entries.containers,
             scalars=digest_scalars(
                 {
                     p: v
@@ -284,6 +292,14 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """This rank's items: DCP's default ones, and its boxes."""
+        held = [*self.state_dict.items(), *((i.fqn, t) for i, t in self._pieces.items())]
+        without = sorted({name for name, value in held if lies_on_meta(value)})
+        if without:
+            raise LayoutError(
+                f"expected tensors with values, found {len(without)} on the meta device, which has "
+                f"none: {', '.join(without[:10])}. Materialize them (to_empty, and load or "
+                f"initialize), or leave them out"
+            )
         plan = super().create_local_plan()
         self.plan = dataclasses.replace(
             plan,
@@ -314,13 +330,17 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             reports = [d.reports.get(key, Report()) for d in data]
             check_kinds(key, reports)
             check_scalars(key, reports)
-            groups = self._plan_groups(key, reports, plans, finals)
+            groups, containers = self._plan_groups(key, reports, plans, finals)
             quantized, renamed = agree_on_quantized(key, [r.quantized for r in reports], plans)
             for final, names in zip(finals, renamed, strict=True):
                 final.renamed.update(names)
             drop_overlaps(reports, plans)
-            absent = fill_holes(key, reports, plans)
+            absent, zeros = fill_holes(key, reports, plans)
+            finals[0].zeros |= zeros
+            packed = [each.pack(path) for path, each in containers.items()]
             if any(report.model for report in reports):
+                if packed:
+                    infos[key] = SavedInfo(containers=packed)
                 continue
             infos[key] = SavedInfo(
                 groups=groups,
@@ -329,8 +349,11 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 opaque={k: v for r in reports for k, v in r.opaque.items()},
                 odd=sorted({name for r in reports for name in r.odd}),
                 int_keys=[
-                    list(p) for p in dict.fromkeys(tuple(p) for r in reports for p in r.int_keys)
+                    list(map(str, path[1:]))
+                    for path, each in containers.items()
+                    if path[:1] == ("state",) and all(type(k) is int for k in each.keys)
                 ],
+                containers=packed,
                 quantized=[vars(how) for how in quantized],
                 optimizers=_distinct(r.optimizer for r in reports),
             )
@@ -351,8 +374,12 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         reports: Sequence[Report],
         plans: list[SavePlan],
         finals: Sequence[_FinalData],
-    ) -> list[list[str]]:
-        """Let each merged param group be written whole, by one rank, under its merged number."""
+    ) -> tuple[list[list[str]], Containers]:
+        """Let each merged param group be written whole, by one rank, under its merged number.
+
+        Returns:
+            The FQNs of each group; and the mappings of all ranks, of groups under those numbers.
+        """
         merged = merge_groups([r.groups for r in reports], key)
         prefix = f"{key}.param_groups."
         number_of = {(g.rank, g.number): i for i, g in enumerate(merged)}
@@ -382,7 +409,18 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 index = dataclasses.replace(item.index, fqn=new)
                 kept.append(dataclasses.replace(item, index=index))
             plans[rank] = dataclasses.replace(plan, items=kept, planner_data=mappings)
-        return [g.fqns for g in merged]
+        shared = []
+        for rank, report in enumerate(reports):
+            kept_containers = Containers()
+            for where, each in report.containers.items():
+                if where[:1] != ("param_groups",):
+                    kept_containers[where] = each
+                elif (rank, where[1]) in number_of:
+                    to = number_of[rank, where[1]]  # type: ignore[index]
+                    moved: Path = (*where[:1], to, *where[2:])
+                    kept_containers[moved] = each
+            shared.append(kept_containers)
+        return [g.fqns for g in merged], agree_on_containers(key, shared)
 
     # ------------------------------------------------------------ writing
 
@@ -391,14 +429,21 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         if isinstance(new_plan.planner_data, _FinalData):
             self._final = new_plan.planner_data
             new_plan = dataclasses.replace(new_plan, planner_data=None)
-        held = {*self.state_dict, *self._final.renamed}
+        held = {*self.state_dict, *self._final.renamed, *self._final.values}
         for item in new_plan.items:
-            if item.type == WriteItemType.SHARD and item.index.fqn not in held:
-                self._pieces.setdefault(item.index, _absent(item))
+            index = item.index
+            if not (index.fqn in held or index in self._pieces or index in self._final.zeros):
+                raise LayoutError(
+                    f"{index.fqn}: expected to write what this rank holds, found that the global "
+                    f"plan wants of it {tuple(index.offset or ())}, which it does not hold"
+                )
         return self._in_use.hold(super().finish_plan(new_plan))
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """A view of the optimizer's own memory for a box; else as DCP's default planner."""
+        if write_item.index in self._final.zeros:
+            data = tensor_data(write_item)
+            return torch.zeros(data.chunk.sizes, dtype=data.properties.dtype, device="cpu")
         tensor = self._pieces.get(write_item.index)
         if tensor is None:
             found: Any = super().resolve_data(write_item)
@@ -406,7 +451,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 write_item.index.fqn in self._final.renamed
             )
             return found.reshape(-1) if flattened else found
-        return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
+        return tensor
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         if index.fqn in self._final.values:
@@ -431,9 +476,3 @@ def _distinct(values: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     found.extend(value for value in values if value is not None and value not in found)
     return found
-
-
-def _absent(item: WriteItem) -> torch.Tensor:
-    """Stands for zeros that are made when they are written."""
-    data = tensor_data(item)
-    return torch.empty(data.chunk.sizes, dtype=data.properties.dtype, device="meta")

@@ -29,21 +29,24 @@ class SavedInfo:
     """What is recorded of one optimizer; plain JSON.
 
     Attributes:
-        groups: the FQNs of each param group.
+        groups: the FQNs of each param group; None if it was not recorded.
         user: names in ``state`` that are no parameter's.
         absent: key -> spans of elements for which a rank had no state (zeros are stored): start
             and stop; and, where they count within a box of the tensor, its offsets and sizes.
         opaque: key of per-rank state -> the part of the model that its rank held.
         odd: keys of whole tensors that do not have their parameter's shape.
-        int_keys: paths below ``state`` of mappings whose keys are integers.
+        int_keys: paths below ``state`` of mappings whose keys are integers; of use to versions that
+            know of no ``containers``.
         quantized: how each state that is quantized in blocks is made again (``Quantized``).
         placed: key of a value under a DTensor parameter that does not lie as the parameter does ->
             how it lies (``placement_text``); "" for a whole tensor that is no DTensor.
         optimizers: class and defaults of the optimizer (``describe_optim``); several where ranks
             differ in it.
+        containers: mappings that are not dicts with text for keys (``containers.Container.pack``).
+            None if it was not recorded.
     """
 
-    groups: Sequence[Sequence[str]] = ()
+    groups: Sequence[Sequence[str]] | None = ()
     user: Sequence[str] = ()
     absent: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     opaque: Mapping[str, str] = field(default_factory=dict)
@@ -52,6 +55,7 @@ class SavedInfo:
     quantized: Sequence[Mapping[str, Any]] = ()
     placed: Mapping[str, str] = field(default_factory=dict)
     optimizers: Sequence[Mapping[str, Any]] = ()
+    containers: Sequence[Sequence[Any]] | None = None
 
     @staticmethod
     def pack(infos: Mapping[str, SavedInfo]) -> tuple[str, ...]:

@@ -17,17 +17,19 @@ from .errors import LayoutError
 
 __all__ = [
     "Path",
-    "copied_dicts",
     "digest",
     "digest_scalars",
     "dotted",
     "find_optim",
     "holds_tensor",
-    "int_mappings",
+    "is_entered_list",
     "key_tuple",
     "leaf_at",
     "leaves",
+    "lies_on_meta",
+    "put_in_place",
     "set_leaf",
+    "text_keys",
     "value_at",
     "with_optim_removed",
 ]
@@ -46,23 +48,16 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     Mappings are entered, lists only where a tensor or a mapping lies in them
     (``torch.distributed.checkpoint._nested_dict.flatten_state_dict``).
     """
-    if isinstance(value, Mapping) and (value or not path):  # an empty one is a value
+    if isinstance(value, Mapping):
+        if not value and path:  # an empty one is a value; of what kind is told elsewhere
+            yield path, {}
         for name, item in value.items():
             yield from leaves(item, (*path, str(name)))
-    elif isinstance(value, list) and any(_holds_state(item) for item in value):
+    elif is_entered_list(value):
         for i, item in enumerate(value):
             yield from leaves(item, (*path, i))
     else:
         yield path, value
-
-
-def int_mappings(value: Any, path: Path = ()) -> Iterator[Path]:
-    """Paths of the mappings in ``value`` whose keys are integers, which a path turns into text."""
-    if isinstance(value, Mapping):
-        if value and all(type(name) is int for name in value):
-            yield path
-        for name, item in value.items():
-            yield from int_mappings(item, (*path, str(name)))
 
 
 def holds_tensor(value: Any) -> bool:
@@ -72,6 +67,22 @@ def holds_tensor(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(holds_tensor, value.values()))
     return isinstance(value, list | tuple | set) and any(map(holds_tensor, value))
+
+
+def lies_on_meta(value: Any) -> bool:
+    """Whether a tensor without values lies in nested containers."""
+    if isinstance(value, ShardedTensor):
+        return any(shard.tensor.is_meta for shard in value.local_shards())
+    if isinstance(value, torch.Tensor):
+        return value.is_meta
+    if isinstance(value, Mapping):
+        return any(map(lies_on_meta, value.values()))
+    return isinstance(value, list | tuple | set) and any(map(lies_on_meta, value))
+
+
+def is_entered_list(value: Any) -> bool:
+    """Whether the items of ``value`` are values of their own, and not one together."""
+    return isinstance(value, list) and any(_holds_state(item) for item in value)
 
 
 def _holds_state(value: Any) -> bool:
@@ -108,9 +119,30 @@ def leaf_at(root: Any, path: Path, default: Any = None) -> Any:
     return root
 
 
-def copied_dicts(value: Any) -> Any:
-    """A copy of nested dicts that shares all other values."""
-    return {k: copied_dicts(v) for k, v in value.items()} if isinstance(value, dict) else value
+def text_keys(value: Any) -> Any:
+    """A copy of nested mappings and lists, with dicts whose keys are text; shares other values."""
+    if isinstance(value, Mapping):
+        return {str(k): text_keys(v) for k, v in value.items()}
+    return [text_keys(v) for v in value] if is_entered_list(value) else value
+
+
+def put_in_place(root: Any, path: Path, value: Any) -> bool:
+    """Put ``value`` where a path of text leads in nested mappings and lists, whatever their keys
+    are. False, and nothing done, if there is no such place."""
+    for i, step in enumerate(path):
+        key: Any = step
+        if isinstance(root, Mapping) and step not in root:
+            key = next((k for k in root if str(k) == str(step)), None)
+        last = i == len(path) - 1
+        try:
+            if last:
+                root[key]
+                root[key] = value
+            else:
+                root = root[key]
+        except (LookupError, TypeError):
+            return False
+    return bool(path)
 
 
 def digest(value: Any) -> str:

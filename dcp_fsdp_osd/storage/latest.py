@@ -16,7 +16,7 @@ from dcp_fsdp_osd.storage.session import Session, make_session
 from dcp_fsdp_osd.storage.store import Backend, Commit
 from dcp_fsdp_osd.storage.transfer import Stats
 
-__all__ = ["latest"]
+__all__ = ["latest", "natural"]
 
 
 def latest(
@@ -46,7 +46,7 @@ def latest(
             session.close()
         if not found:
             return None
-        return max(found, key=lambda commit: (int(commit.modified), _natural(commit.folder))).folder
+        return max(found, key=lambda commit: (int(commit.modified), natural(commit.folder))).folder
 
     folder = from_first_rank(process_group, "find the latest checkpoint", newest)
     return None if folder is None else join(resolve(path_or_url), folder)
@@ -64,6 +64,6 @@ def _commits(session: Session) -> list[Commit]:
     raise failure
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
     """A key that sorts the numbers in names as numbers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
 import threading
 import uuid
@@ -14,6 +13,7 @@ from io import FileIO
 from pathlib import Path
 
 from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.location import local_path
 from dcp_fsdp_osd.storage.memory import copy_bytes
 from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig
 
@@ -32,8 +32,7 @@ class LocalStore:
     limits = Limits(order="any", read_copies=0, write_copies=0, gap=1 << 12, revocable=True)
 
     def __init__(self, config: StoreConfig) -> None:
-        path = re.sub(r"^(file|local)://", "", config.url)
-        self._root = Path(path)
+        self._root = Path(local_path(config.url))
         self._fsync = config.fsync
 
     def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.redact import display_url, redact, url_secrets
 
-__all__ = ["is_local", "join", "resolve", "split_url"]
+__all__ = ["is_local", "join", "local_path", "parent", "resolve", "split_url"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/]*)(.*)", re.DOTALL)
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
@@ -51,6 +51,18 @@ def is_local(url: str) -> bool:
 def join(url: str, folder: str) -> str:
     """`folder` below a path or URL."""
     return f"{url.rstrip('/')}/{folder}" if "://" in url else str(Path(url) / folder)
+
+
+def local_path(url: str) -> str:
+    """The path of a local path or URL."""
+    return re.sub(r"^(file|local)://", "", url)
+
+
+def parent(url: str) -> str:
+    """The folder that a path or URL lies in; empty for a bucket."""
+    if not split_url(url)[0]:
+        return str(Path(url).parent)
+    return url.rstrip("/").rpartition("/")[0] if split_url(url)[2] else ""
 
 
 def resolve(path_or_url: str | os.PathLike[str]) -> str:

@@ -1,8 +1,8 @@
 """S3, GCS and Azure through obstore, the Rust object_store client (the ``obstore`` extra).
 
-Requests run on obstore's own threads without the GIL.  `storage_options` are obstore's own
-configuration keys (``access_key_id``, ``region``, ``endpoint``, ...), with ``client_options``,
-``retry_config`` and ``credential_provider`` as in ``obstore.store.from_url``.
+Requests run on obstore's own threads without the GIL.  `storage_options` are those of
+``options.py`` and obstore's own configuration keys, with ``client_options``, ``retry_config`` and
+``credential_provider`` as in ``obstore.store.from_url``.
 
 A forked child of a process that has used obstore cannot use it (its threads are gone): there
 ``auto`` takes fsspec where there are no options, and anything else is an error rather than a hang.
@@ -23,7 +23,8 @@ from typing import Any
 
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.location import split_url
-from dcp_fsdp_osd.storage.redact import display_url
+from dcp_fsdp_osd.storage.options import did_you_mean, for_obstore, means_fsspec
+from dcp_fsdp_osd.storage.redact import display_url, redact
 from dcp_fsdp_osd.storage.store import (
     Commit,
     Limits,
@@ -38,16 +39,8 @@ __all__ = ["ObstoreStore", "serves"]
 _READ = 8 << 20
 _MANY = 64  # pieces; more of them are cheaper to copy than to hand over one by one
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
-# What s3fs, gcsfs and adlfs call things: options that have one of these are meant for fsspec.
-_FSSPEC_OPTIONS = {
-    "account_key", "account_name", "anon", "cache_regions", "client_kwargs", "config_kwargs",
-    "connection_string", "default_block_size", "endpoint_url", "key", "password", "profile",
-    "project", "requester_pays", "s3_additional_kwargs", "secret", "session", "token", "use_ssl",
-    "username",
-}  # fmt: skip
 
-
-_CREDENTIAL_OPTIONS = {"access_key_id", "credential_provider", "skip_signature"}
+_CREDENTIAL_OPTIONS = {"access_key_id", "anon", "credential_provider", "key", "skip_signature"}
 _CREDENTIAL_VARIABLES = {
     "AWS_ACCESS_KEY_ID",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
@@ -70,7 +63,7 @@ def serves(config: StoreConfig) -> bool:
     credentials have to be in the options, under obstore's names, or in the environment.
     """
     scheme = config.url.partition("://")[0]
-    if scheme not in _SCHEMES or _FSSPEC_OPTIONS & set(config.options):
+    if scheme not in _SCHEMES or means_fsspec(config.options, scheme):
         return False
     if _forked() and not config.options:
         return False
@@ -117,7 +110,7 @@ class ObstoreStore:
             )
         _used_by[:] = [os.getpid()]
         self.obs: Any = obstore
-        options = dict(config.options)
+        options = for_obstore(config.options, split_url(config.url)[0])
         seconds = timedelta(seconds=max(config.stall_seconds / 3, 0.1))
         options["client_options"] = {
             "timeout": seconds,
@@ -135,11 +128,16 @@ class ObstoreStore:
             named = scheme in _SCHEMES
             self.store = open_url(f"{scheme}://{authority}" if named else config.url, **options)
             self._prefix = f"{prefix}/" if prefix and named else ""
-        except Exception as error:
-            raise StorageError(
-                f"obstore cannot open {display_url(config.url)!r}: {type(error).__name__}; its "
-                "options are those of obstore.store.from_url (backend='fsspec' takes s3fs's)"
-            ) from None
+        except BaseException as error:  # a PanicException of Rust's is none of Exception's
+            if not isinstance(error, Exception) and "Panic" not in type(error).__name__:
+                raise
+            said = redact(str(error).partition("\n")[0], config.options)
+            name = re.search(r"key: '?(\w+)", said)
+            hint = did_you_mean(name[1]) if name else "see obstore.store.from_url for its options"
+            message = f"obstore cannot open {display_url(config.url)!r}: {said}; {hint}"
+        else:
+            return
+        raise StorageError(message)
 
     def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
         size = sum(map(len, pieces))
@@ -206,7 +204,12 @@ class ObstoreStore:
         return key.removeprefix(self._prefix)
 
     def _list(self) -> Any:
-        return self.obs.list_with_delimiter(self.store, self._prefix or None)
+        try:
+            return self.obs.list_with_delimiter(self.store, self._prefix or None)
+        except Exception as error:
+            if "NoSuchBucket" in str(error) or _status(error) == 404:
+                raise FileNotFoundError("no such bucket") from error
+            raise
 
     def is_transient(self, error: BaseException) -> bool:
         status = _status(error)

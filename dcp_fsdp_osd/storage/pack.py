@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,7 @@ from dcp_fsdp_osd.storage.metadata import (
     EntryInfo,
     storage_info,
 )
+from dcp_fsdp_osd.storage.plain_objects import refused_names
 
 __all__ = ["Chunk", "FilePlan", "pack", "plan_files"]
 
@@ -135,6 +137,14 @@ def pack(
                 torch.save(data, buffer)
                 entry = yield from _pack_bytes(packer, buffer, KIND_OPAQUE, checksum)
         elif isinstance(data, io.BytesIO):
+            refused = refused_names(data)
+            if refused:
+                warnings.warn(
+                    f"{item.index.fqn}: a load will refuse this unless allow_pickle=True, because "
+                    f"it names {', '.join(refused[:10])}; save numbers, text, tensors, NumPy "
+                    "arrays and plain containers of them instead",
+                    stacklevel=2,
+                )
             entry = yield from _pack_bytes(packer, data, KIND_BYTES, checksum)
         else:
             raise StorageError(

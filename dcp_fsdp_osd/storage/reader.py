@@ -27,6 +27,7 @@ from dcp_fsdp_osd.storage.metadata import (
     load_metadata,
     metadata_name,
 )
+from dcp_fsdp_osd.storage.missing import Unreadable, look_around
 from dcp_fsdp_osd.storage.once import from_first_rank
 from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors, telling
 from dcp_fsdp_osd.storage.store import Backend
@@ -116,7 +117,6 @@ class StreamingReader(HasRole, StorageReader):
         self._stall = stall_seconds
         self._load_id = uuid.uuid4().hex
         self._metadata: Metadata | None = None
-        self._global_error: BaseException | None = None
         self.stats = Stats()
 
     def __repr__(self) -> str:
@@ -132,46 +132,27 @@ class StreamingReader(HasRole, StorageReader):
         if checkpoint_id is not None:
             self._session.move_to(checkpoint_id)
         self._metadata = None
-        self._global_error = None
         self._load_id = uuid.uuid4().hex
 
-    @portable_errors
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata; with ``rank=`` that of one rank (a save without collectives).
 
-        Collective over `process_group`, if one was given and no ``rank=``.
+        Collective over `process_group`, if one was given and no ``rank=``.  Where they cannot be
+        read, what is returned raises the reason when it is looked at (see ``missing.py``).
         """
         del args
         self.stats = Stats()
         rank = kwargs.get("rank")
         with self.stats.timed("metadata"):
-            if rank is not None:
-                # DCP comes here when reading the global metadata failed for whatever reason; only
-                # its absence may be answered by another file.
-                if self._global_error and not isinstance(
-                    self._global_error.__cause__, FileNotFoundError
-                ):
-                    raise self._global_error
-                data = self._read_metadata_file(rank)
-            else:
-                self._global_error = None
-                try:
-                    data = from_first_rank(
-                        self._group, "read the metadata", self._read_metadata_file
-                    )
-                except BaseException as error:
-                    self._global_error = error
-                    raise
             try:
-                metadata = load_metadata(
-                    data,
-                    f"{self._session.url}/{metadata_name(rank)}",
-                    allow_pickle=self._allow_pickle,
-                    rank=rank,
-                )
-            except BaseException as error:
-                self._global_error = error
-                raise
+                metadata = self._load_metadata(rank)
+            except Exception as error:
+                failure = self._session.portable(error)
+                # Only the absence of the metadata may be answered by those of one rank.
+                missing = isinstance(failure.__cause__, FileNotFoundError)
+                if missing:
+                    return Unreadable(self._missing, missing=rank is None)
+                return Unreadable(lambda: failure, missing=False)
         metadata.state_dict_metadata = Entries(metadata.state_dict_metadata)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
@@ -179,11 +160,27 @@ class StreamingReader(HasRole, StorageReader):
             metadata.storage_meta.load_id = self._load_id
         return metadata
 
+    def _load_metadata(self, rank: int | None) -> Metadata:
+        if rank is None:
+            data = from_first_rank(self._group, "read the metadata", self._read_metadata_file)
+        else:
+            data = self._read_metadata_file(rank)
+        what = f"{self._session.url}/{metadata_name(rank)}"
+        return load_metadata(data, what, allow_pickle=self._allow_pickle, rank=rank)
+
+    def _missing(self) -> StorageError:
+        first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        # Thousands of ranks that list a bucket would not find more than one does.
+        look = self._session.is_local or first
+        found = look_around(self._session, beside=True) if look else ""
+        return StorageError(f"no checkpoint at {self._session.url}: {found or 'no .metadata'}")
+
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Take the metadata to read by, and learn this rank's number on newer versions of torch."""
         del is_coordinator, args
+        _ = metadata.state_dict_metadata  # raises why there are none, if that is so
         self._metadata = metadata
         self._session.rank = kwargs.get("rank") or 0
 
@@ -277,9 +274,6 @@ class StreamingReader(HasRole, StorageReader):
                 lambda: session.store.read(name, MAX_METADATA_BYTES), f"read {name}", self.stats
             )
         except FileNotFoundError as error:
-            raise StorageError(
-                f"no checkpoint at {session.url}: {name} does not exist. A save that did not "
-                "finish leaves none; dcp_fsdp_osd.storage.latest finds those that did."
-            ) from error
+            raise StorageError(f"no checkpoint at {session.url}: no {name}") from error
         self.stats.add(bytes=len(data))
         return data

@@ -15,8 +15,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from botocore.config import Config
+from s3fs import S3FileSystem
 
 from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.options import for_s3fs
 from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig, causes, check_range
 
 __all__ = ["S3fsStore", "s3fs_options"]
@@ -48,10 +50,8 @@ def s3fs_options(config: StoreConfig) -> dict[str, Any]:
     if "request_checksum_calculation" in Config.OPTION_DEFAULTS:  # botocore >= 1.36
         # Entries carry checksums of their own; one more would be computed on s3fs's only thread.
         defaults["request_checksum_calculation"] = "when_required"
-    return {
-        **config.options,
-        "config_kwargs": {**defaults, **(config.options.get("config_kwargs") or {})},
-    }
+    given = for_s3fs(config.options, S3FileSystem)
+    return {**given, "config_kwargs": {**defaults, **(given.get("config_kwargs") or {})}}
 
 
 def request_seconds(config: StoreConfig) -> float:

@@ -22,6 +22,7 @@ from dcp_fsdp_osd.storage.entry import block_size, table_bytes, unpack_table
 from dcp_fsdp_osd.storage.foreign import ForeignTensor, parse_foreign
 from dcp_fsdp_osd.storage.memory import DTYPES, copy_flat_range, is_plain, view_bytes
 from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo, entry_info
+from dcp_fsdp_osd.storage.plain_objects import numpy_object
 from dcp_fsdp_osd.storage.ranges import Piece, Segment, box_runs, segments
 
 __all__ = ["GRAIN", "Entry", "Index", "Item", "TensorEntry", "WholeEntry"]
@@ -323,10 +324,17 @@ class WholeEntry(Entry):
     def deliver_bytes(self, planner: LoadPlanner, *, allow_pickle: bool) -> None:
         """Hand the bytes to the planner, which will unpickle them, after a look at them."""
         assert self.data is not None
+        data: bytes | bytearray = self.data
         if not allow_pickle:
-            self._load(allow_pickle=False)
+            try:
+                self._load(allow_pickle=False)
+            except UnsafeCheckpointError:
+                made = numpy_object(self.data)
+                if made is None:
+                    raise
+                data = made
         for item in self.items:
-            planner.load_bytes(item.read, io.BytesIO(self.data))
+            planner.load_bytes(item.read, io.BytesIO(data))
 
     def deliver_tensor(self, planner: LoadPlanner, *, allow_pickle: bool) -> None:
         """Copy the boxes that the items want out of the tensor that the bytes hold."""

@@ -78,11 +78,13 @@ class StreamingWriter(HasRole, StorageWriter):
         max_inflight_bytes: bound of the buffers held by this rank: staging copies of tensors that
             are not contiguous CPU memory, and the client's copies.  Tensors' own memory and
             objects that only ``torch.save`` can write are not buffers.
-        checksum: write checksums (crc32c where that package is installed, else zlib's crc32).
+        checksum: write checksums (crc32c where all ranks have that package, else zlib's crc32).
         backend: ``"local"``, ``"fsspec"``, ``"obstore"``, a function that makes a store of a
             ``StoreConfig``, or ``"auto"``: local access for paths; for URLs obstore where it is
             installed, serves the scheme and has options of these names, else fsspec.
-        storage_options: passed to the backend's client unchanged.  Never shown in errors or logs.
+        storage_options: for S3 ``endpoint_url``, ``region``, ``key``, ``secret``, ``token``,
+            ``anon`` and ``allow_http``, whatever the backend, and the options of the backend's own
+            client; elsewhere those alone.  Never shown in errors or logs.
         progress: a bar on rank 0 in a terminal, log lines elsewhere.
         fsync: local paths only: everything is on the disk before ``.metadata`` is.
         stall_seconds: a save fails when nothing was written for this long; cleaning up after a
@@ -136,6 +138,7 @@ class StreamingWriter(HasRole, StorageWriter):
         self._part_size = part_size
         self._max_inflight = max_inflight_bytes
         self._checksum = checksum
+        self._algorithm: str | None = None  # of this save, once it is agreed
         self._progress = progress
         self._stall = stall_seconds
         self._ticket = _Ticket(_unique())
@@ -186,12 +189,19 @@ class StreamingWriter(HasRole, StorageWriter):
         if self._is_coordinator or self._metadata_rank is not None:
             with self.stats.timed("prepare"):
                 self._committer.check_free()
-        plan = replace(plan, storage_data=_Ticket(self._ticket.nonce))
+        # What this rank can compute; the coordinator chooses what all can.
+        able = best_checksum().name
+        plan = replace(plan, storage_data=_Ticket(self._ticket.nonce, checksum=able))
         return watched(plan, f"save to {self._session.url}")
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give each rank the save's id and a prefix for its file names."""
         save_id = self._ticket.nonce
+        able = {
+            plan.storage_data.checksum for plan in plans if isinstance(plan.storage_data, _Ticket)
+        }
+        common = able.pop() if len(able) == 1 else None
+        self._algorithm = (common or "crc32") if self._checksum else None
         return [
             replace(
                 plan,
@@ -202,7 +212,7 @@ class StreamingWriter(HasRole, StorageWriter):
                     prefix=f"__{number if self._metadata_rank is None else self._metadata_rank}_",
                     save_id=save_id,
                     ranks=len(plans),
-                    checksum=best_checksum().name if self._checksum else None,
+                    checksum=self._algorithm,
                 ),
             )
             for number, plan in enumerate(plans)
@@ -235,8 +245,7 @@ class StreamingWriter(HasRole, StorageWriter):
     @portable_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check every file's size, then commit, then delete what was overwritten."""
-        checksum = best_checksum().name if self._checksum else None
-        files = fill_metadata(metadata, results, checksum)
+        files = fill_metadata(metadata, results, self._algorithm)
         metadata.version = "1.0.0"
         metadata.storage_meta = self.storage_meta()
         with self.stats.timed("commit"):

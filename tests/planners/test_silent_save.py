@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_fsdp_osd import (
     FlatModelState,
@@ -116,3 +119,58 @@ def _replaced(rank: int, world: int, path: str) -> list[str]:
 def test_a_parameter_put_in_the_place_of_a_flattened_one(tmp_path: Path) -> None:
     for (text,) in run_ranks(_replaced, 2, str(tmp_path)):
         assert "first.weight: expected the parameter that FSDP flattened" in text
+
+
+# ---------------------------------------------------------------- zeros that nobody asked for
+
+
+class _Misplanned(FlatOptimSavePlanner):
+    """Wants of rank 0 what no rank has."""
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        shard = next(i for p in plans for i in p.items if i.type == WriteItemType.SHARD)
+        index = MetadataIndex("optim.state.nowhere.exp_avg", shard.index.offset)
+        items = [*plans[0].items, dataclasses.replace(shard, index=index)]
+        return [dataclasses.replace(plans[0], items=items), *plans[1:]], metadata
+
+
+def _made_up(rank: int, world: int, path: str) -> list[str]:
+    model = wrap_fsdp1(Mlp(), policy="root")
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train_steps(model, optim, 1)
+    texts = [
+        error_of(
+            dcp.save,
+            {"optim": optim.state_dict()},
+            checkpoint_id=f"{path}/misplanned",
+            planner=_Misplanned(model, optim),
+        )
+    ]
+    meta = torch.ones(3, device="meta")
+    osd = optim.state_dict()
+    in_state = {k: dict(s) for k, s in osd["state"].items()}
+    if rank == 1:  # which the other must not wait for
+        first = next(k for k, s in in_state.items() if s["exp_avg"].numel())
+        in_state[first]["exp_avg"] = in_state[first]["exp_avg"].to("meta")
+    lazy = nn.Linear(2, 2, device="meta")
+    for state in (
+        {"optim": {**osd, "state": in_state}},
+        {"optim": osd, "rest": meta},
+        {"optim": osd, "rest": [1, (meta, 2)]},
+        {"optim": {**osd, "own": {"ema": meta}}},
+        {"optim": osd, "model": FlatModelState(lazy)},
+    ):
+        planner = FlatOptimSavePlanner(model, optim)
+        texts.append(error_of(dcp.save, state, checkpoint_id=f"{path}/meta", planner=planner))
+    assert not any(Path(path, name, ".metadata").exists() for name in ("misplanned", "meta"))
+    return texts
+
+
+def test_no_zeros_but_for_marked_holes(tmp_path: Path) -> None:
+    names = ["exp_avg", "rest", "rest", "optim.own.ema", "model.weight"]
+    for misplanned, *texts in run_ranks(_made_up, 2, str(tmp_path)):
+        assert "optim.state.nowhere.exp_avg: expected to write what this rank holds" in misplanned
+        for text, name in zip(texts, names, strict=True):
+            assert "on the meta device" in text
+            assert name in text

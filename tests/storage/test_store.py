@@ -223,7 +223,8 @@ def test_choice_of_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(open_store(StoreConfig("file:///tmp/x")), LocalStore)
     theirs = {"key": "a", "secret": "b"}
     ours = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
-    assert not serves(StoreConfig("s3://bucket/x", options=theirs))
+    assert serves(StoreConfig("s3://bucket/x", options=theirs))
+    assert not serves(StoreConfig("s3://bucket/x", options={**theirs, "client_kwargs": {}}))
     assert serves(StoreConfig("s3://bucket/x", options=ours))
     assert not serves(StoreConfig("memory://x"))
     # Credentials that only botocore would find are left to s3fs.

@@ -1,0 +1,183 @@
+"""One set of options for both S3 clients; wrong names in one line; what all ranks can compute."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from dcp_fsdp_osd import FlatOptimLoadPlanner, StreamingReader, StreamingWriter, latest
+from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.options import for_obstore
+from dcp_fsdp_osd.storage.store import StoreConfig, open_store
+from tests.ranks import run_ranks
+from tests.servers import S3Endpoint
+from tests.storage.conftest import Place
+
+BACKENDS = ("fsspec", "obstore", "auto")
+STATE = {"t": torch.arange(100.0)}
+
+
+def common(endpoint: S3Endpoint) -> dict[str, Any]:
+    return {
+        "endpoint_url": endpoint.endpoint_url,
+        "region": endpoint.region,
+        "key": endpoint.access_key,
+        "secret": endpoint.secret_key,
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("more", [{}, {"allow_http": True}, {"token": None}, {"anon": False}])
+def test_one_set_of_options(moto: S3Endpoint, backend: Any, more: dict[str, Any]) -> None:
+    """A plain HTTP server, as MinIO is by default."""
+    url = moto.url(f"common/{backend}/with-{'-'.join(more)}")
+    given: Any = {"backend": backend, "storage_options": {**common(moto), **more}}
+    dcp.save(dict(STATE), storage_writer=StreamingWriter(f"{url}/step-1", **given))
+    found = {"t": torch.zeros(100)}
+    dcp.load(found, storage_reader=StreamingReader(f"{url}/step-1", **given))
+    assert torch.equal(found["t"], STATE["t"])
+    assert latest(url, **given) == f"{url}/step-1"
+
+
+def test_options_of_the_environment(moto: S3Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", moto.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", moto.secret_key)
+    monkeypatch.setenv("AWS_REGION", moto.region)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint_url)
+    for allow in (None, "true"):
+        if allow:
+            monkeypatch.setenv("AWS_ALLOW_HTTP", allow)
+        assert open_store(StoreConfig(moto.url("env"), "obstore")).sizes() == {}
+    environ = {"AWS_ALLOW_HTTP": "true", "AWS_PROXY_URL": "http://proxy", "AWS_TIMEOUT": "7s"}
+    client = for_obstore({}, "s3", environ)["client_options"]
+    assert client == {"allow_http": True, "proxy_url": "http://proxy", "timeout": "7s"}
+    assert for_obstore({"client_options": {"timeout": "1s"}}, "s3", environ)["client_options"] == {
+        **client, "timeout": "1s",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "said"),
+    [
+        ("fsspec", {"access_key_id": "a"}, "'access_key_id': use 'key'"),
+        ("fsspec", {"aws_secret_access_key": "a"}, "use 'secret'"),
+        ("fsspec", {"endpoint": "http://x"}, "use 'endpoint_url'"),
+        ("fsspec", {"session_token": "a"}, "use 'token'"),
+        ("fsspec", {"skip_signature": True}, "use 'anon'"),
+        ("fsspec", {"endpont_url": "http://x"}, "did you mean 'endpoint_url'"),
+        ("fsspec", {"client_options": {}}, "no option 'client_options'"),
+        ("fsspec", {"allow_http": False, "endpoint_url": "http://x"}, "plain HTTP"),
+        ("fsspec", {"region": "a", "client_kwargs": {"region_name": "b"}}, "twice"),
+        ("obstore", {"client_kwargs": {"endpoint_url": "x"}}, "use 'endpoint_url' and 'region'"),
+        ("obstore", {"config_kwargs": {}}, "use 'client_options'"),
+        ("obstore", {"profile": "a"}, "backend='fsspec'"),
+        ("obstore", {"username": "a"}, "use 'key'"),
+        ("obstore", {"use_ssl": False}, "use 'allow_http'"),
+        ("obstore", {"endpont": "http://x"}, "did you mean 'endpoint_url'"),
+        ("obstore", {"timeout": "3s"}, "within 'client_options'"),
+        ("obstore", {"aws_timeout": "3s"}, "within 'client_options'"),
+        ("obstore", {"key": "a", "access_key_id": "b"}, "twice"),
+        ("obstore", {"allow_http": False, "endpoint_url": "http://x"}, "plain HTTP"),
+        ("obstore", {"client_options": {"allow_htp": True}}, "did you mean 'allow_http'"),
+    ],
+)
+def test_a_wrong_name(backend: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(StorageError) as error:
+        open_store(StoreConfig("s3://bucket/x", backend, options))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def _without_the_package(rank: int, world: int, path: str) -> None:
+    """Rank 1 has no crc32c; it can save all the same, and load."""
+    if rank == 1:
+        sys.modules["crc32c"] = None  # type: ignore[assignment]
+    try:
+        state = {"t": torch.full((10,), float(rank)), f"rank{rank}": torch.ones(300)}
+        dcp.save(state, storage_writer=StreamingWriter(path))
+        found = {f"rank{rank}": torch.zeros(300), f"rank{1 - rank}": torch.zeros(300)}
+        dcp.load(found, storage_reader=StreamingReader(path))
+        assert all(torch.equal(value, torch.ones(300)) for value in found.values())
+    finally:
+        if rank == 1:
+            del sys.modules["crc32c"]
+
+
+def test_a_rank_without_the_checksum_package(tmp_path: Path) -> None:
+    run_ranks(_without_the_package, 2, str(tmp_path / "c"))
+
+
+def said_by(load: Any) -> str:
+    """The error, which has to be one StorageError of a few lines, without a log beside it."""
+    with pytest.raises(CheckpointException) as raised:
+        load()
+    (error, _) = raised.value.failures[0]
+    assert type(error) is StorageError
+    assert len(str(raised.value).splitlines()) < 35, str(raised.value)
+    return str(error)
+
+
+def check_missing(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (9, 10):
+        dcp.save(dict(STATE), storage_writer=place.below(f"step-{step}").writer())
+    half = place.below("step-11")
+    dcp.save(dict(STATE), storage_writer=half.writer())
+    half.store().delete([".metadata"])
+    caplog.clear()
+    said = {
+        name: said_by(partial(dcp.load, dict(STATE), storage_reader=place.below(name).reader()))
+        for name in ("step-11", "step-12")
+    }
+    said[""] = said_by(partial(dcp.load, dict(STATE), storage_reader=place.reader()))
+    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not [record for record in told if "NullHandler" not in record.name]  # DCP's own events
+    for name, text in said.items():
+        assert f"no checkpoint at {place.url}/{name}".rstrip("/") in text
+        assert "step-9, step-10" in text, text
+    assert "no .metadata: a save there did not finish" in said["step-11"]
+    assert "does not exist" in said["step-12"] or "nothing is there" in said["step-12"]
+    assert "below it" in said[""] and "latest" in said[""]
+
+
+def test_a_place_without_a_checkpoint(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    check_missing(place, caplog)
+
+
+@pytest.mark.parametrize("kind", ["s3fs", "obstore"])
+def test_a_bucket_that_is_not_there(make_place: Any, kind: str) -> None:
+    place = make_place(kind)
+    url = "s3://no-such-bucket/run"
+    given = {"backend": place.backend, "storage_options": place.options}
+    text = said_by(lambda: dcp.load(dict(STATE), storage_reader=StreamingReader(url, **given)))
+    assert "no checkpoint at s3://no-such-bucket/run: the bucket" in text
+    with pytest.raises(StorageError, match="no-such-bucket/run: the bucket or folder does not"):
+        latest(url, **given)
+
+
+def _missing(rank: int, world: int, path: str) -> str:
+    state: dict[str, Any] = {"t": torch.zeros(3)}
+    model = torch.nn.Linear(2, 2)
+    texts = []
+    for planner in (None, FlatOptimLoadPlanner(model, {})):
+        try:
+            dcp.load(state, storage_reader=StreamingReader(path), planner=planner)
+        except CheckpointException as error:
+            texts += [f"{type(e).__name__}: {e}" for e, _ in error.failures.values()]
+    return "\n".join(texts)
+
+
+def test_all_ranks_say_so(tmp_path: Path) -> None:
+    dcp.save(dict(STATE), storage_writer=StreamingWriter(tmp_path / "step-3"))
+    found = run_ranks(_missing, 2, str(tmp_path / "step-4"))
+    expected = (
+        f"StorageError: no checkpoint at {tmp_path}/step-4: the folder does not exist. "
+        "Checkpoints beside it: step-3."
+    )
+    assert found == ["\n".join([expected] * 4)] * 2
