@@ -9,7 +9,7 @@ or the error would be of a method deep in FSDP.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,20 +19,25 @@ from torch.distributed.tensor import DTensor
 
 from .errors import CheckpointMismatchError, LayoutError
 from .layout import FlatLayout
-from .tree import dotted
+from .tree import dicts, dotted
 
 __all__ = ["FlatStates", "check_rest", "expect_setter", "flat_states"]
 
 
 def check_rest(
-    rest: Mapping[str, Any], keys: Mapping[str, Any], metadata: Metadata | None = None
+    rest: Mapping[str, Any],
+    keys: Mapping[str, Any],
+    metadata: Metadata | None = None,
+    *,
+    told: bool = True,
 ) -> None:
     """Refuse optimizers in what is to go DCP's default way.
 
     Args:
         rest: the state dict without what a planner takes itself.
-        keys: where the planner was told to find optimizers.
+        keys: where the planner has found optimizers.
         metadata: of the checkpoint that is loaded; None for a save.
+        told: the planner was told of a model and optimizer; else it takes Statefuls alone.
 
     Raises:
         LayoutError: (a save) the state dict of another optimizer, whose tensors may be one rank's.
@@ -42,7 +47,7 @@ def check_rest(
     planner = "FlatOptimSavePlanner" if metadata is None else "FlatOptimLoadPlanner"
     error = LayoutError if metadata is None else CheckpointMismatchError
     saved = metadata.state_dict_metadata if metadata is not None else {}
-    for path, value in _dicts(rest):
+    for path, value in dicts(rest):
         where = dotted(path)
         if not value:
             found = "an empty dict, which would stay empty, where the checkpoint has an optimizer"
@@ -52,13 +57,19 @@ def check_rest(
                 "the state dict of another optimizer with parameter numbers for keys, of which "
                 "DCP's default way would keep one rank's pieces"
             )
-            wrong = _looks_flat(value)
+            wrong = _looks_flat(value) if told else _has_numbers(value)
         if wrong:
             several = "".join(f"{key!r}: ..., " for key in keys)
-            raise error(
-                f"expected optimizers under {_list(keys)} only, found at {where!r} {found}: pass "
+            remedy = (
                 f"the planner a mapping from key to optimizer, "
                 f"{planner}(model, {{{several}{where!r}: optim}})"
+                if several
+                else f"{planner}(model, optim, key={where!r})"
+            )
+            raise error(
+                f"expected optimizers under {_list(keys)} only, found at {where!r} {found}: put "
+                f"FlatOptimState(model, optim) there, which needs no argument of the planner, or "
+                f"pass {remedy}"
             )
 
 
@@ -66,12 +77,14 @@ def _list(keys: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, keys)) or "no key"
 
 
-def _dicts(value: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """The dicts within nested dicts, with their paths."""
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            yield (*path, str(key)), item
-            yield from _dicts(item, (*path, str(key)))
+def _has_numbers(value: Mapping[Any, Any]) -> bool:
+    """Whether it is an optimizer's own state dict."""
+    groups = value.get("param_groups")
+    return (
+        isinstance(value.get("state"), Mapping)
+        and isinstance(groups, list)
+        and any(isinstance(n, int) for group in groups for n in group.get("params", ()))
+    )
 
 
 def _looks_flat(value: Mapping[Any, Any]) -> bool:

@@ -35,13 +35,13 @@ from .in_use import InUse
 from .load_forms import FormLoad
 from .load_state import OptimLoad
 from .model_load import ModelLoad
-from .model_state import find_model
-from .optim_state import load_object
+from .model_state import ModelGuard
+from .optim_state import OptimGuard, guarded, load_object
 from .read_once import Broadcast, RankReads, SharedReads, about_reader, describe, plan_reads
 from .roles import HasRole, check_bool, check_key, check_optim, check_options, check_positive
 from .shared_reads import in_order
 from .storage.identity import Identity, check_one_checkpoint, identify
-from .tree import find_optim, key_tuple, put_in_place, with_optim_removed
+from .tree import dotted, find_optim, put_in_place, with_optim_removed
 from .waiting import watched
 
 __all__ = ["FlatOptimLoadPlanner"]
@@ -74,13 +74,14 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
     """Read a checkpoint's optimizer state into this rank's flat shard, with no gather.
 
     Args:
-        model: the wrapped model, at any world size and wrapping.
+        model: the wrapped model, at any world size and wrapping. Needed for plain dicts of
+            optimizers alone: a :class:`FlatOptimState` carries its layout.
         optim: its optimizer, or a mapping from key to optimizer for several. Not changed: its
             parameters, state, groups and RNG stay as they are.
         key: where the optimizer's state dict lies in the state dict that is loaded; nested
             places are written with dots. Not used with a mapping.
-        model_key: where a :class:`FlatModelState` lies, or several of such keys; it is loaded into
-            the model's own memory. What else lies there goes DCP's default way.
+        model_key: not needed: a :class:`FlatModelState` is found wherever it lies, and loaded into
+            the model's own memory.
         form: what an empty dict is filled with. ``"flat"``: what ``optim.load_state_dict``
             takes, with this rank's flat tensors. ``"sharded"`` and ``"full"``: what
             ``set_optimizer_state_dict`` takes, with FQNs for keys, and with DTensors or
@@ -134,8 +135,8 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
 
     def __init__(
         self,
-        model: nn.Module,
-        optim: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        model: nn.Module | None = None,
+        optim: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
         *,
         key: str = "optim",
         model_key: str | Sequence[str] | None = "model",
@@ -158,12 +159,14 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             raise ValueError(f"expected form='flat', 'sharded' or 'full', found {form!r}")
         if rank0_only and form != "full":
             raise ValueError(f"expected form='full' with rank0_only=True, found form={form!r}")
-        optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim)
-        targets = {name: describe_target(model, o) for name, o in optims.items()}
+        optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim or {})
+        targets = {
+            name: describe_target(model, o) for name, o in optims.items() if model is not None
+        }
         self._init(optims, targets, strict, default_planner_options)
         self._form, self._rank0_only = form, rank0_only
         self._broadcast, self._stall = broadcast, stall_seconds
-        self._model_keys, self._has_model = key_tuple(model_key), True
+        self._has_model = True
 
     @classmethod
     def from_targets(
@@ -195,7 +198,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         self._optims, self._targets, self._strict = optims, targets, strict
         self._form, self._rank0_only = "flat", False
         self._broadcast, self._stall = _AUTO, 300.0
-        self._model_keys, self._has_model = (), False
+        self._has_model = False
         self._in_use = InUse()
         self._lock = threading.Lock()
         self._loads: dict[str, OptimLoad | ModelLoad] = {}
@@ -210,7 +213,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
     def __repr__(self) -> str:
         layouts = {key: target.layout for key, target in self._targets.items()}
         return (
-            f"{type(self).__name__}({layouts}, model_key={self._model_keys}, form={self._form!r}, "
+            f"{type(self).__name__}({layouts or None}, form={self._form!r}, "
             f"strict={self._strict}, broadcast={self._broadcast!r})"
         )
 
@@ -233,12 +236,21 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             self._exchange.failed(ExchangeError("the load was given up"))
         self._loads, self._owner, self._pending, self.skipped = {}, {}, set(), []
         self._items, self._exchange, self.exchanged = [], None, None
-        for key, target in self._targets.items():
+        targets, optims = dict(self._targets), dict(self._optims)
+        for path, _, guard in guarded(state_dict, OptimGuard):  # knows better than the planner
+            guard.known()
+            if guard.target is None or guard.optim is None:
+                raise LayoutError(
+                    f"{dotted(path)}: expected the state dict of a FlatOptimState as it returned "
+                    f"it, found a copy, which has lost the optimizer that it is of"
+                )
+            targets[dotted(path)], optims[dotted(path)] = guard.target, guard.optim
+        for key, target in targets.items():
             target.layout.check()
             if self._has_model:
                 check_unwrapped(target.layout, target.params)
             path, value = find_optim(state_dict, key)
-            optim = self._optims[key]
+            optim = optims[key]
             sizes = tuple(len(group["params"]) for group in optim.param_groups)
             if sizes != tuple(map(len, target.layout.groups)):
                 raise LayoutError(
@@ -252,12 +264,10 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
                 load.idle = self._rank0_only and not is_coordinator
             if load.applies:
                 self._loads[key] = load
-        for key in self._model_keys:
-            model = find_model(state_dict, key)
-            if model is not None:
-                self._loads[key] = ModelLoad(*model, metadata=metadata)
+        for path, value, _ in guarded(state_dict, ModelGuard):
+            self._loads[dotted(path)] = ModelLoad(path, value, metadata=metadata)
         rest = with_optim_removed(state_dict, [load.path for load in self._loads.values()])
-        check_rest(rest, self._targets, metadata)
+        check_rest(rest, targets, metadata, told=bool(self._targets))
         super().set_up_planner(rest, metadata, is_coordinator)
         self._given = state_dict
 

@@ -28,9 +28,9 @@ from .layout import Segment
 from .optim_state import GUARD_KEY, NotADict, SaveEntries, _Guard, without_guard
 from .placements import dtensor_problem
 from .roles import check_model
-from .tree import leaves, value_at
+from .tree import leaves
 
-__all__ = ["FlatModelState", "ModelGuard", "find_model", "model_entries"]
+__all__ = ["FlatModelState", "ModelGuard", "model_entries"]
 
 _EXTRA_STATE = "_extra_state"
 
@@ -49,7 +49,7 @@ class ModelGuard(_Guard):
         loaded: set by the load planner.
     """
 
-    owner, pieces, where = "FlatModelState", "flat parameters", " as model_key"
+    owner, pieces = "FlatModelState", "flat parameters"
 
     segments: dict[str, Segment] = field(default_factory=dict)
     columns: dict[str, int] = field(default_factory=dict)
@@ -59,19 +59,14 @@ class ModelGuard(_Guard):
     problem: str = ""
     loaded: bool = False
 
-    def check(self) -> None:
-        """Raise LayoutError if there is a problem, where all ranks learn of it."""
-        if self.problem:
-            raise LayoutError(self.problem)
-
 
 class FlatModelState(NotADict, Stateful):
     """A model's weights as a DCP ``Stateful``: saved, and loaded in place, with no gather.
 
     ``dcp.save`` and ``dcp.load`` call :meth:`state_dict` and :meth:`load_state_dict`; both need
-    our planners (``model_key`` names where this lies; an optimizer is not needed: pass ``{}`` for
-    it), and a stock planner raises. The checkpoint is the one of ``get_model_state_dict(model)``,
-    which reads it, as this reads that one's, at any world size and wrapping.
+    our planners, which need no argument for it, and a stock planner raises. The checkpoint is the
+    one of ``get_model_state_dict(model)``, which reads it, as this reads that one's, at any world
+    size and wrapping.
 
     Args:
         model: FSDP1 at any place in it, FSDP2, DDP or plain. With FSDP1 no module of it may change
@@ -143,20 +138,6 @@ class FlatModelState(NotADict, Stateful):
         for name, module in _extra_states(self.model):
             if name in state_dict:
                 module.set_extra_state(state_dict[name])
-
-
-def find_model(
-    state_dict: Mapping[str, Any], key: str
-) -> tuple[tuple[str, ...], dict[str, Any]] | None:
-    """Path and dict of the :class:`FlatModelState` at ``key``; None if there is something else.
-
-    Args:
-        key: a key of ``state_dict``, or keys joined by dots for a nested place.
-    """
-    path, value = value_at(state_dict, key)
-    if isinstance(value, dict) and isinstance(value.get(GUARD_KEY), ModelGuard):
-        return path, value
-    return None
 
 
 def model_entries(state_dict: Mapping[str, Any], key: tuple[str, ...]) -> SaveEntries:

@@ -10,10 +10,10 @@ DCP's ``Stateful`` protocol.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -23,22 +23,26 @@ from torch.distributed.tensor import DTensor
 
 from .containers import Containers, containers_of
 from .errors import CheckpointMismatchError, LayoutError
+from .fsdp import Target, describe_target
 from .geometry import Box
 from .layout import FlatLayout, ParamLayout, Piece
+from .optim_class import describe_optim
 from .quantized import QuantizedReport, is_wrapper, local_part
 from .quantized_save import add_quantized
 from .roles import check_optim
-from .tree import Path, digest, dotted, holds_tensor, leaves
+from .tree import Path, dicts, digest, dotted, holds_tensor, leaves
 
 __all__ = [
     "FlatOptimState",
     "GroupInfo",
+    "OptimGuard",
     "SaveEntries",
     "is_flattened",
     "opaque_prefix",
     "save_entries",
 ]
 
+G = TypeVar("G", bound="_Guard")
 GUARD_KEY = "__needs_FlatOptimSavePlanner_or_FlatOptimLoadPlanner__"
 
 
@@ -295,7 +299,13 @@ class _Guard:
     """
 
     loaded = False
-    owner, pieces, where = "FlatOptimState", "flat tensors", ""
+    problem = ""
+    owner, pieces = "FlatOptimState", "flat tensors"
+
+    def check(self) -> None:
+        """Raise LayoutError if there is a problem, where all ranks learn of it."""
+        if self.problem:
+            raise LayoutError(self.problem)
 
     def __create_write_items__(self, fqn: str, value: Any) -> NoReturn:
         self._refuse("dcp.save", "FlatOptimSavePlanner")
@@ -309,8 +319,7 @@ class _Guard:
     def _refuse(self, call: str, planner: str) -> NoReturn:
         raise LayoutError(
             f"a {self.owner} holds one rank's pieces of {self.pieces}, which another planner "
-            f"would take for whole tensors: pass planner={planner}(model, optim) to {call}, "
-            f"with the key that the {self.owner} has in the state dict{self.where}"
+            f"would take for whole tensors: pass planner={planner}() to {call}"
         )
 
     @classmethod
@@ -320,9 +329,51 @@ class _Guard:
         if not isinstance(guard, cls) or not guard.loaded:
             raise CheckpointMismatchError(
                 f"expected a state dict that FlatOptimLoadPlanner has loaded, found one that it "
-                f"has not seen: pass planner=FlatOptimLoadPlanner(model, optim) to dcp.load, with "
-                f"the key that the {cls.owner} has in the state dict{cls.where}"
+                f"has not seen: pass planner=FlatOptimLoadPlanner() to dcp.load with the "
+                f"{cls.owner} itself"
             )
+
+
+@dataclass(eq=False)
+class OptimGuard(_Guard):
+    """What the planners need to know of the optimizer whose state dict this lies in.
+
+    Attributes:
+        layout: of the optimizer, when its state dict was taken; None with a problem.
+        optimizer: its class and defaults (``describe_optim``).
+        target, optim: what a load is planned with; copies, and other processes, have the layout
+            alone.
+        problem: why it cannot be saved or loaded, of which other ranks may not know.
+    """
+
+    layout: FlatLayout | None = None
+    optimizer: dict[str, Any] | None = None
+    problem: str = ""
+    loaded: bool = False
+    target: Target | None = None
+    optim: torch.optim.Optimizer | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, optim: torch.optim.Optimizer) -> OptimGuard:
+        try:
+            target = describe_target(model, optim)
+        except LayoutError as error:
+            return cls(problem=str(error))
+        return cls(target.layout, describe_optim(optim), target=target, optim=optim)
+
+    def known(self) -> FlatLayout:
+        """The layout, where all ranks learn of an error of this one's."""
+        self.check()
+        if self.layout is None:
+            raise LayoutError("expected the guard of a FlatOptimState to have its layout")
+        self.layout.check()
+        return self.layout
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OptimGuard, (self.layout, self.optimizer, self.problem, self.loaded)
+
+    def __deepcopy__(self, memo: Any) -> OptimGuard:
+        return OptimGuard(self.layout, self.optimizer, self.problem, self.loaded)
 
 
 class NotADict:
@@ -359,10 +410,11 @@ class FlatOptimState(NotADict, Stateful):
     """An FSDP optimizer as a DCP ``Stateful``: saved and loaded in place with no gather.
 
     ``dcp.save`` and ``dcp.load`` call :meth:`state_dict` and :meth:`load_state_dict`; both need
-    our planners, and a stock planner raises rather than keep one rank's piece as the whole.
+    our planners, which learn from it what this rank holds and need no argument for it; a stock
+    planner raises rather than keep one rank's piece as the whole.
 
     Args:
-        model: the wrapped model (kept to build planners' layouts by callers; not used here).
+        model: the wrapped model; read for its layout with each state dict.
         optim: its optimizer; not stepped, and changed by :meth:`load_state_dict` alone.
 
     Raises:
@@ -381,8 +433,9 @@ class FlatOptimState(NotADict, Stateful):
         self.optim = optim
 
     def state_dict(self) -> dict[str, Any]:
-        """``optim.state_dict()`` (its tensors, not copies) and a guard against other planners."""
-        return {GUARD_KEY: _Guard(), **self.optim.state_dict()}
+        """``optim.state_dict()`` (its tensors, not copies), with its layout, and a guard against
+        other planners."""
+        return {GUARD_KEY: OptimGuard.of(self.model, self.optim), **self.optim.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :class:`FlatOptimLoadPlanner` has loaded.
@@ -393,7 +446,7 @@ class FlatOptimState(NotADict, Stateful):
         Raises:
             CheckpointMismatchError: the state dict was not loaded by our planner.
         """
-        _Guard.check_loaded(state_dict)
+        OptimGuard.check_loaded(state_dict)
         loaded = {k: v for k, v in state_dict.items() if k != GUARD_KEY}
         self.optim.load_state_dict(loaded)
         params = [p for group in self.optim.param_groups for p in group["params"]]
@@ -416,6 +469,16 @@ def _as_saved(saved: Any, cast: Any) -> Any:
     if isinstance(saved, torch.Tensor) and isinstance(cast, torch.Tensor):
         return cast if cast.dtype == saved.dtype else saved.to(cast.device)
     return cast if isinstance(cast, torch.Tensor) else saved
+
+
+def guarded(
+    state_dict: Mapping[str, Any], kind: type[G]
+) -> Iterator[tuple[tuple[str, ...], dict[str, Any], G]]:
+    """The state dicts of Statefuls that have a guard of ``kind``, with their paths."""
+    for path, value in dicts(state_dict):
+        guard = value.get(GUARD_KEY)
+        if isinstance(guard, kind) and isinstance(value, dict):
+            yield path, value, guard
 
 
 def is_guarded(state_dict: Mapping[str, Any]) -> bool:

@@ -75,7 +75,12 @@ def check_model(model: Any, whose: str) -> None:
 
 
 def check_optim(model: Any, optim: Any, whose: str, *, several: bool = False) -> None:
-    """Raise TypeError unless these are a model and its optimizer, or (``several``) a mapping."""
+    """Raise TypeError unless these are a model and its optimizer.
+
+    ``several``: or a mapping from key to optimizer, or nothing at all.
+    """
+    if several and model is None and optim is None:
+        return
     if isinstance(model, torch.optim.Optimizer) and isinstance(optim, nn.Module):
         raise TypeError(
             f"{whose}: expected (model, optim), found ({type(model).__name__}, "

@@ -38,9 +38,16 @@ from .flat_form import check_rest
 from .fsdp import check_unwrapped, describe_target
 from .in_use import InUse
 from .layout import FlatLayout
-from .model_state import find_model, model_entries
+from .model_state import ModelGuard, model_entries
 from .optim_class import describe_optim
-from .optim_state import SaveEntries, is_flattened, save_entries, without_guard
+from .optim_state import (
+    OptimGuard,
+    SaveEntries,
+    guarded,
+    is_flattened,
+    save_entries,
+    without_guard,
+)
 from .param_groups import merge_groups
 from .quantized_save import agree_on_quantized
 from .roles import HasRole, check_key, check_optim, check_options
@@ -61,7 +68,6 @@ from .tree import (
     digest_scalars,
     dotted,
     find_optim,
-    key_tuple,
     lies_on_meta,
     with_optim_removed,
 )
@@ -91,19 +97,19 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
     """Write FSDP1 optimizer state from each rank's flat shard, with no gather.
 
     Args:
-        model: the wrapped model; read for its layout, not kept.
-        optim: its optimizer, or a mapping from key to optimizer for several.
+        model: the wrapped model; read for its layout, not kept. Needed for plain dicts of
+            optimizers alone: a :class:`FlatOptimState` carries its layout.
+        optim: its optimizer, or a mapping from key to optimizer for several. Given with `model`.
         key: where the optimizer's state dict lies in the state dict that is saved; nested places
             are written with dots (``"app.optim"``). Not used with a mapping.
-        model_key: where a :class:`FlatModelState` lies, or several of such keys. What else lies
-            there goes DCP's default way.
+        model_key: not needed: a :class:`FlatModelState` is found wherever it lies.
         default_planner_options: of ``DefaultSavePlanner``. ``flatten_state_dict=False`` and
             ``enable_plan_caching=True`` are refused.
 
-    The state dict holds, under each key, ``optim.state_dict()`` as it is, or a
-    :class:`FlatOptimState`. Everything else in it, but for a :class:`FlatModelState` under
-    ``model_key``, goes DCP's default way. For a model alone pass ``{}`` for ``optim``. The planner
-    holds layouts only and can be pickled to the process of ``async_save``; it may be used for
+    The state dict holds ``optim.state_dict()`` as it is under each key, and any
+    :class:`FlatOptimState` and :class:`FlatModelState`. Everything else in it goes DCP's default
+    way; an optimizer's flat state that the planner was not told of is refused. The planner holds
+    layouts only and can be pickled to the process of ``async_save``; it may be used for
     any number of saves as long as model and optimizer keep their parameters.
 
     Raises:
@@ -117,8 +123,8 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
 
     def __init__(
         self,
-        model: nn.Module,
-        optim: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        model: nn.Module | None = None,
+        optim: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
         *,
         key: str = "optim",
         model_key: str | Sequence[str] | None = "model",
@@ -127,10 +133,12 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         check_optim(model, optim, type(self).__name__, several=True)
         check_key(key, type(self).__name__)
         check_options(default_planner_options, DefaultSavePlanner, type(self))
-        optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim)
-        targets = {name: describe_target(model, each) for name, each in optims.items()}
+        optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim or {})
+        targets = {
+            name: describe_target(model, each) for name, each in optims.items() if model is not None
+        }
         layouts = {name: target.layout for name, target in targets.items()}
-        self._init(layouts, default_planner_options, key_tuple(model_key))
+        self._init(layouts, default_planner_options)
         self._optimizers = {name: describe_optim(each) for name, each in optims.items()}
         self._params: dict[str, list[weakref.ref[torch.Tensor]]] = {
             name: [weakref.ref(param) for param in target.params]
@@ -154,7 +162,6 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         self,
         layouts: dict[str, FlatLayout],
         options: dict[str, Any],
-        model_keys: tuple[str, ...] = (),
     ) -> None:
         for option, allowed in (("flatten_state_dict", True), ("enable_plan_caching", False)):
             if options.get(option, allowed) != allowed:
@@ -165,7 +172,6 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 )
         super().__init__(**options)
         self._layouts = layouts
-        self._model_keys = model_keys
         self._optimizers = {}
         self._in_use = InUse()
         self._reset()
@@ -177,7 +183,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         self._final = _FinalData()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._layouts}, model_key={self._model_keys})"
+        return f"{type(self).__name__}({self._layouts or ''})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Layouts and options; what a save is about is set up anew where it is unpickled."""
@@ -212,19 +218,25 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             layout.check()
             if key in self._params:
                 check_unwrapped(layout, [param() for param in self._params[key]])
-        found = {key: find_optim(state_dict, key) for key in self._layouts}
+        layouts = dict(self._layouts)
+        optimizers: dict[str, dict[str, Any] | None] = {**self._optimizers}
+        for path, _, guard in guarded(state_dict, OptimGuard):  # knows better than the planner
+            key = dotted(path)
+            layouts[key], optimizers[key] = guard.known(), guard.optimizer
+        found = {key: find_optim(state_dict, key) for key in layouts}
         flat = {
             key: (path, without_guard(value))
             for key, (path, value) in found.items()
             if not is_flattened(value)
         }
-        models = [model for key in self._model_keys if (model := find_model(state_dict, key))]
+        models = [(path, value) for path, value, _ in guarded(state_dict, ModelGuard)]
         taken = [path for path, _ in [*flat.values(), *models]]
         rest = with_optim_removed(state_dict, taken)
-        check_rest(rest, self._layouts)
+        check_rest(rest, layouts, told=bool(self._layouts))
         super().set_up_planner(rest, storage_meta, is_coordinator)
         for key, (path, value) in flat.items():
-            self._add(key, len(path), save_entries(value, self._layouts[key], path))
+            entries = save_entries(value, layouts[key], path)
+            self._add(key, len(path), entries, optimizers.get(key))
         for path, value in models:
             entries = model_entries(value, path)
             report = Report(
@@ -237,7 +249,9 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             self._add_values(entries, report, len(path))
             self._reports[dotted(path)] = report
 
-    def _add(self, key: str, depth: int, entries: SaveEntries) -> None:
+    def _add(
+        self, key: str, depth: int, entries: SaveEntries, optimizer: dict[str, Any] | None
+    ) -> None:
         report = Report(
             stateless=entries.stateless,
             orders=entries.orders,
@@ -257,7 +271,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 }
             ),
             quantized=entries.quantized,
-            optimizer=self._optimizers.get(key),
+            optimizer=optimizer,
         )
         users = set(entries.user)
         for where, value in entries.plain.items():  # belongs to no rank: the same everywhere

@@ -17,13 +17,13 @@ from .errors import LayoutError
 
 __all__ = [
     "Path",
+    "dicts",
     "digest",
     "digest_scalars",
     "dotted",
     "find_optim",
     "holds_tensor",
     "is_entered_list",
-    "key_tuple",
     "leaf_at",
     "leaves",
     "lies_on_meta",
@@ -40,6 +40,16 @@ Path = tuple[str | int, ...]
 def dotted(path: Sequence[str | int]) -> str:
     """The key of a path in a flattened state dict, as DCP forms it."""
     return ".".join(map(str, path))
+
+
+def dicts(
+    value: Mapping[Any, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Mapping[Any, Any]]]:
+    """The mappings within nested mappings, with their paths, the outer ones first."""
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            yield (*path, str(key)), item
+            yield from dicts(item, (*path, str(key)))
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -225,11 +235,6 @@ def find_optim(state_dict: Mapping[str, Any], key: str) -> tuple[tuple[str, ...]
             f"several optimizers pass the planner a mapping from key to optimizer"
         )
     return path, value
-
-
-def key_tuple(keys: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One key, several or none, as a tuple."""
-    return (keys,) if isinstance(keys, str) else tuple(keys or ())
 
 
 def with_optim_removed(

@@ -174,14 +174,21 @@ def load_key_not_in_state_dict(bench: Bench) -> None:
 
 
 @mistake(
-    "FlatModelState under a key that the planner was not told",
+    "an empty dict, and a planner without arguments",
     raises="CheckpointMismatchError",
-    says="'net'.*tell it the key",
+    says=r"'optim' an empty dict.*FlatOptimLoadPlanner\(model, optim, key='optim'\)",
 )
-def load_wrong_model_key(bench: Bench) -> None:
-    model, optim = make()
-    state = {"net": FlatModelState(model), "optim": {}}
-    _load(bench, state, FlatOptimLoadPlanner(model, optim))
+def empty_dict_without_arguments(bench: Bench) -> None:
+    _load(bench, {"optim": {}, "step": 0}, FlatOptimLoadPlanner())
+
+
+@mistake(
+    "optim.state_dict(), and a planner without arguments",
+    raises="CheckpointMismatchError",
+    says=r"'optim'.*put FlatOptimState.*FlatOptimLoadPlanner\(model, optim, key='optim'\)",
+)
+def load_plain_dict_without_arguments(bench: Bench) -> None:
+    _load(bench, {"optim": make()[1].state_dict(), "step": 0}, FlatOptimLoadPlanner())
 
 
 @mistake(

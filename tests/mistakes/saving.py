@@ -17,6 +17,7 @@ from dcp_fsdp_osd import (
     FlatOptimState,
     StreamingReader,
     StreamingWriter,
+    verify_model_state,
     verify_optim_state,
 )
 from tests.mistakes.case import Bench, mistake
@@ -95,15 +96,40 @@ def save_wrong_key(bench: Bench) -> None:
     _save(bench, {"opt": optim.state_dict(), "step": 1}, FlatOptimSavePlanner(model, optim))
 
 
-@mistake(
-    "FlatModelState under a key that the planner was not told",
-    raises="LayoutError",
-    says=r"model_key",
-)
-def save_wrong_model_key(bench: Bench) -> None:
+@mistake("a FlatModelState under a key of its own, which needs no telling", raises="", says="")
+def save_with_another_model_key(bench: Bench) -> None:
     model, optim = make()
     state = {"net": FlatModelState(model), "optim": optim.state_dict()}
     _save(bench, state, FlatOptimSavePlanner(model, optim))
+    assert verify_model_state(model, bench.path, key="net").ok
+
+
+@mistake(
+    "a plain optimizer dict, and a planner without arguments",
+    raises="LayoutError",
+    says=r"'optim'.*put FlatOptimState.*FlatOptimSavePlanner\(model, optim, key='optim'\)",
+)
+def plain_dict_without_arguments(bench: Bench) -> None:
+    _save(bench, {"optim": make()[1].state_dict(), "step": 1}, FlatOptimSavePlanner())
+
+
+@mistake(
+    "a FlatOptimState within another dict, where DCP does not call its methods",
+    raises="LayoutError",
+    says=r"a FlatOptimState at the top of the state dict.*'app.optim'",
+)
+def nested_stateful(bench: Bench) -> None:
+    _save(bench, {"app": {"optim": FlatOptimState(*make())}}, FlatOptimSavePlanner())
+
+
+@mistake(
+    "a FlatOptimState of another model's optimizer",
+    raises="LayoutError",
+    says=r"every parameter of the optimizer in the model",
+)
+def stateful_of_another_model(bench: Bench) -> None:
+    state = {"optim": FlatOptimState(make()[0], make()[1])}
+    _save(bench, state, FlatOptimSavePlanner())
 
 
 @mistake("the optimizer itself in the state dict, which is a Stateful", raises="", says="")

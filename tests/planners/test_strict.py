@@ -166,7 +166,7 @@ def test_stock_save_planner_raises(tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_stock_save, 2, str(tmp_path))
     assert caught.value.all_raised("LayoutError")
-    assert "planner=FlatOptimSavePlanner(model, optim)" in str(caught.value)
+    assert "planner=FlatOptimSavePlanner()" in str(caught.value)
     assert not (tmp_path / ".metadata").exists()
 
 
