@@ -10,6 +10,8 @@ Through here must go everything that torch 2.6 lacks:
 - ``WriteItem.bytes_io_data`` (2.8): :func:`object_bytes`.
 - ``ProcessGroup.get_group_store`` (2.9) and ``Store.clone`` (2.8): :func:`job_store`.
 - ``DeviceMesh._get_root_mesh`` (2.8 to 2.10 move it): :func:`root_mesh`.
+- ``TensorProperties`` in a pickle (2.15 has a field more): :func:`reduce_properties` and
+  :func:`properties_state`.
 - private attributes, which may go in any version: :func:`private`.
 
 Nobody needs it for what has been the same since 2.6 (``Metadata`` of an older torch has no
@@ -18,19 +20,33 @@ Nobody needs it for what has been the same since 2.6 (``Metadata`` of an older t
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import UnsupportedTorchError
 
-__all__ = ["SUPPORTED", "job_store", "object_bytes", "private", "root_mesh"]
+__all__ = [
+    "PROPERTIES",
+    "SUPPORTED",
+    "job_store",
+    "object_bytes",
+    "private",
+    "properties_state",
+    "reduce_properties",
+    "root_mesh",
+]
 
 SUPPORTED = "torch 2.6 to 2.15"
+
+PROPERTIES = 5
+"""Fields of a pickled ``TensorProperties`` that every torch has; later ones are behind these."""
 
 
 def private(owner: Any, name: str, of: str, purpose: str) -> Any:
@@ -54,6 +70,20 @@ def object_bytes(item: WriteItem) -> int:
     """
     data = getattr(item, "bytes_io_data", None)
     return 0 if data is None else int(data.nbytes)
+
+
+def properties_state(kind: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What ``kind`` (a ``TensorProperties``) of this torch takes of a pickled state of another's.
+
+    Torch 2.15 adds the strides, a sixth field, which older ones refuse to unpickle.
+    """
+    return state if len(state) == PROPERTIES else state[: len(kind().__getstate__())]
+
+
+def reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    """For pickle: as torch 2.6 does it, so that every torch reads it; no load asks for more."""
+    state = properties.__getstate__()  # type: ignore[no-untyped-call]
+    return copyreg.__newobj__, (TensorProperties,), state[:PROPERTIES]  # type: ignore[attr-defined]
 
 
 def job_store() -> Any:

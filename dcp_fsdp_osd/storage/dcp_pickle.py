@@ -18,6 +18,7 @@ from torch.distributed._shard.sharded_tensor import metadata as sharded
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from dcp_fsdp_osd import compat
 from dcp_fsdp_osd.errors import UnsafeCheckpointError
 from dcp_fsdp_osd.storage.pickles import (
     MAX_FLAT,
@@ -171,9 +172,15 @@ def _fill_info(instance: Any, state: Any) -> None:
 
 
 def _fill_properties(instance: Any, state: Any) -> None:
-    if type(state) is not tuple or not all(isinstance(value, _PLAIN) for value in state):
+    count = compat.PROPERTIES
+    if (
+        type(state) is not tuple
+        or len(state) < count
+        or not all(isinstance(value, _PLAIN) for value in state[:count])
+        or not all(is_flat(value) for value in state[count:])
+    ):
         raise ValueError("no fields of a TensorProperties")
-    instance.__setstate__(state)
+    instance.__setstate__(compat.properties_state(type(instance), state))
 
 
 def _fill_storage_meta(instance: Any, state: Any) -> None:

@@ -16,6 +16,7 @@ metadata and refuses any other.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 import struct
@@ -26,9 +27,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp_fsdp_osd.compat import reduce_properties
 from dcp_fsdp_osd.errors import CorruptCheckpointError, UnsafeCheckpointError
 from dcp_fsdp_osd.storage.cover import check_chunks, check_entries
 from dcp_fsdp_osd.storage.dcp_pickle import check_nesting, load_dcp_pickle
@@ -194,7 +196,9 @@ def checksum_name(metadata: Metadata) -> str | None:
 def dump_metadata(metadata: Metadata) -> bytes:
     """The bytes of a ``.metadata`` file."""
     buffer = io.BytesIO()
-    pickle.dump(metadata, buffer, protocol=4)
+    pickler = pickle.Pickler(buffer, protocol=4)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: reduce_properties}
+    pickler.dump(metadata)
     data = buffer.getvalue()
     return data + _SEAL.pack(_MAGIC, zlib.crc32(data), len(data))
 

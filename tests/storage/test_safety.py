@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import copyreg
 import datetime
 import decimal
 import io
+import itertools
 import pathlib
 import pickle
 import re
@@ -301,11 +303,45 @@ def test_stock_metadata_of_all_kinds_is_allowed(tmp_path: Path) -> None:
     # Of later torches than 2.6, whose metadata must be read by all.
     full.version = "1.0.0"
     full.storage_meta.modules = ["m"]
-    for protocol in (2, 3, 4, 5):
-        again = load_metadata(pickle.dumps(full, protocol), "test")
-        assert again.state_dict_metadata == full.state_dict_metadata
+    for protocol, strides in itertools.product((2, 3, 4, 5), ([], [None], [(3, 1)], [(3, 1), 7])):
+        again = load_metadata(_with_fields(full, protocol, strides), "test")
+        assert again.state_dict_metadata.keys() == full.state_dict_metadata.keys()
+        tensor, same = again.state_dict_metadata["t"], full.state_dict_metadata["t"]
+        assert (tensor.size, tensor.chunks) == (same.size, same.chunks)
+        fields = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
+        for field in fields:
+            assert getattr(tensor.properties, field) == getattr(same.properties, field)
         assert again.storage_data == full.storage_data
         assert str(again.storage_meta.checkpoint_id) == "/x/y"
+
+
+def _with_fields(metadata: Metadata, protocol: int, more: list[Any]) -> bytes:
+    """As a torch pickles it that has ``more`` fields in TensorProperties: 2.15 has the strides."""
+
+    def reduce(properties: TensorProperties) -> Any:
+        return copyreg.__newobj__, (TensorProperties,), (*properties.__getstate__()[:5], *more)
+
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: reduce}
+    pickler.dump(metadata)
+    return buffer.getvalue()
+
+
+def test_what_is_written_is_read_by_every_torch(saved: Path) -> None:
+    """TensorProperties are pickled with the five fields that they have had since torch 2.4."""
+    data = (saved / ".metadata").read_bytes()
+    states = []
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            found = super().find_class(module, name)
+            if name != "TensorProperties":
+                return found
+            return type(name, (), {"__setstate__": lambda self, state: states.append(state)})
+
+    Unpickler(io.BytesIO(data)).load()
+    assert states and all(len(state) == 5 for state in states)
 
 
 def test_the_pickle_holds_no_class_of_ours(saved: Path) -> None:

@@ -5,9 +5,12 @@
 
 ``save`` leaves a checkpoint of every kind of layout saved by stock and by us,
 and what is in them as NumPy arrays and JSON, which no torch has a part in.  ``load`` loads each by
-stock and by us, on as many ranks and on others, and compares bit for bit.  (Stock has to be told
-to pass over options that the older torch's optimizer did not have, of which AdamW got one in 2.7.)  Prints one line of JSON:
+stock and by us, on as many ranks and on others, and compares bit for bit.  Prints one line of JSON:
 what was done.
+
+Two things stock does not do with itself: options that the older torch's optimizer did not have (of
+AdamW, one since 2.7) it passes over only when told to; and what stock of 2.15 saved, stock of
+before cannot unpickle (it has a field more), so that this is left to us.
 """
 
 from __future__ import annotations
@@ -91,9 +94,20 @@ def _load(rank: int, world: int, folder: str) -> int:
     loads = 0
     for saved, side, kind, by in itertools.product(KINDS, SIDES, KINDS, SIDES):
         expected = np.load(f"{folder}/{saved}.npz")
+        if side == by == "stock" and not _stock_reads_stock(f"{folder}/{saved}-{side}"):
+            continue
         _load_one(world, f"{folder}/{saved}-{side}", expected, kind, by)
         loads += 1
     return loads
+
+
+def _stock_reads_stock(path: str) -> bool:
+    try:
+        FileSystemReader(path).read_metadata()
+    except ValueError as error:
+        assert "too many values to unpack" in str(error), path
+        return False
+    return True
 
 
 def _load_one(world: int, path: str, expected: Any, kind: str, by: str) -> None:
