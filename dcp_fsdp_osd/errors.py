@@ -42,7 +42,7 @@ class UnsupportedTorchError(FlatOptimError, RuntimeError):
 class CheckpointMismatchError(FlatOptimError, ValueError):
     """What the checkpoint holds is not what the model and optimizer want.
 
-    The message lists every mismatch, not the first alone.
+    The message lists ten mismatches and counts the others, not the first alone.
     """
 
 

@@ -10,15 +10,15 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.tensor import DTensor
 
 from .containers import remade
 from .fsdp import ShardGroup
 from .geometry import Box
 from .layout import Piece
+from .load_match import placed_for
 from .load_plan import check_params
 from .load_schedule import Leaf, LoadSchedule, covering_reads, object_item, whole_chunk
-from .load_state import OptimLoad, empty_dtensor
+from .load_state import OptimLoad
 from .memory import empty_for_reading
 from .tree import set_leaf
 
@@ -84,21 +84,30 @@ class FormLoad(OptimLoad):
         leaf.kind, leaf.shape, leaf.dtype = "whole", tuple(storage.size), storage.properties.dtype
         chunk = whole_chunk(storage)
         number = leaf.param
-        if number is not None and self.form == "sharded" and leaf.shape:
-            like: Any = self.target.params[number]
+        placed = self.index.info.placed if self.index.info is not None else {}
+        if number is not None and self.form == "sharded" and (leaf.shape or leaf.name in placed):
+            param = self.target.params[number]
             group = self._shard_group(leaf.name)
-            if isinstance(like, DTensor) and like.shape == storage.size:
+            leaf.like = placed_for(param, storage, placed.get(leaf.name), None)
+            if leaf.like is not None:
                 leaf.kind = "dtensor"
-                chunk = like.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
-            elif group is not None:
+                self._want(leaf, storage, leaf.like.chunks())
+                return
+            if group is not None and leaf.shape:
                 leaf.kind = "sharded"
                 box = group.box(leaf.shape)
                 chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-        piece = Piece(Box(tuple(chunk.offsets), tuple(chunk.sizes)), 0)
-        index = MetadataIndex(leaf.name, chunk.offsets)
-        leaf.pieces[index] = piece
-        self.schedule.destinations[index] = (leaf, None)
-        self.schedule.items += covering_reads(leaf.name, storage, [chunk])
+        self._want(leaf, storage, [chunk])
+
+    def _want(
+        self, leaf: Leaf, storage: TensorStorageMetadata, chunks: list[ChunkStorageMetadata]
+    ) -> None:
+        for chunk in chunks:
+            piece = Piece(Box(tuple(chunk.offsets), tuple(chunk.sizes)), 0)
+            index = MetadataIndex(leaf.name, chunk.offsets)
+            leaf.pieces[index] = piece
+            self.schedule.destinations[index] = (leaf, None)
+        self.schedule.items += covering_reads(leaf.name, storage, chunks)
 
     def _shard_group(self, key: str) -> ShardGroup | None:
         """Over whom FSDP1 shards the parameter that an entry is state of."""
@@ -108,13 +117,15 @@ class FormLoad(OptimLoad):
         for leaf in self.schedule.leaves:
             if leaf.kind == "object":
                 continue
-            if leaf.kind == "dtensor" and leaf.param is not None:
-                leaf.tensor = empty_dtensor(self.target.params[leaf.param], leaf.dtype)
+            if leaf.like is not None:
+                leaf.tensor = leaf.like.empty(leaf.dtype)
                 continue
             (piece,) = (p for p in leaf.pieces.values() if p is not None)
             leaf.tensor = empty_for_reading(piece.box.sizes, leaf.dtype, self._place(leaf))
 
     def _place(self, leaf: Leaf) -> torch.device:
+        if leaf.like is not None:
+            return leaf.like.device
         sharded = self.form == "sharded" and leaf.param is not None and leaf.shape
         return self._device(leaf) if sharded else torch.device("cpu")
 

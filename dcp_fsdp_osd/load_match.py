@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from .checkpoint_index import CheckpointIndex
+from .errors import LayoutError
 from .layout import FlatLayout, ParamLayout
 from .load_schedule import LoadSchedule, factored_shapes
+from .placements import Placed
 from .quantized_load import QuantizedLoad
 from .tree import Path, dotted
 
-__all__ = ["SavedParams"]
+__all__ = ["SavedParams", "placed_for"]
 
 _BY_NUMBER = (
     "expected parameters under their names, found them under numbers: optim.state_dict() was "
@@ -19,6 +26,12 @@ _BY_NUMBER = (
     "optim.state_dict() of the same model and optimizer (through FSDP.rekey_optim_state_dict to "
     "OptimStateKeyType.PARAM_NAME if it was rekeyed), and save it again with FlatOptimSavePlanner. "
     "If it was sharded FSDP1 state, it holds no more than one rank's pieces, and the rest is lost"
+)
+
+
+_IN_PLACE = (
+    ". If the optimizer itself makes state of that shape: load in place, into optim.state_dict() "
+    "after a step"
 )
 
 
@@ -46,6 +59,8 @@ class SavedParams:
         self.problems = result.problems
         groups = index.known_groups()
         self.odd = set(index.info.odd if index.info is not None else ())
+        self.placed: Mapping[str, str] = index.info.placed if index.info is not None else {}
+        self._like_param: dict[Path, bool] = {}
         self.in_groups = None if groups is None else {name for group in groups for name in group}
 
     def nothing(self) -> bool:
@@ -96,9 +111,20 @@ class SavedParams:
                     self.result.keep.add(number)
 
     def misshapen(
-        self, param: ParamLayout, sources: Mapping[str, str], *, whole: bool = False
+        self,
+        param: ParamLayout,
+        sources: Mapping[str, str],
+        live: Mapping[Path, Any],
+        *,
+        whole: bool = False,
     ) -> set[str]:
-        """FQNs of which some saved tensor has a shape that cannot be loaded."""
+        """FQNs of which some saved tensor has a shape that cannot be loaded.
+
+        Args:
+            live: the parameter's state that is loaded in place. Where it has the saved shape, that
+                is what the optimizer makes, whatever the parameter's is.
+            whole: whether the tensors are loaded whole, however ranks shard.
+        """
         wrong: dict[str, list[str]] = {}
         for fqn, name in sources.items():
             shape, number = self.layout.shape_of(fqn), self.layout.ids[fqn]
@@ -113,8 +139,19 @@ class SavedParams:
                 storage = self.index.tensors.get(key)
                 if storage is None or not storage.size or tuple(storage.size) == shape:
                     continue
-                factored = key in self.odd or factored_shapes(sizes, shape)
-                if factored and (whole or (not param.sharded and len(param.fqns) == 1)):
+                cut = param.sharded or len(param.fqns) > 1
+                mine = live.get(path)
+                made = isinstance(mine, torch.Tensor) and mine.shape == storage.size
+                if param.kind == "dtensor" and (made or key in self.placed):
+                    continue
+                if made and not cut:
+                    continue
+                factored = (
+                    key in self.odd
+                    or factored_shapes(sizes, shape)
+                    or self._never_like_param(path, storage.size, shape)
+                )
+                if factored and (whole or not cut):
                     continue
                 what = f"{dotted((fqn, *path))}: shape {tuple(storage.size)} in the checkpoint"
                 lines = wrong.setdefault(fqn, [])
@@ -122,12 +159,28 @@ class SavedParams:
                     lines.append(
                         f"{what} is that of state of an unsharded parameter, {shape}, which "
                         f"cannot be cut for the current layout (rank holds {param.describe()})"
+                        + (_IN_PLACE if param.kind == "dtensor" else "")
                     )
                 else:
-                    lines.append(f"{what}, the parameter has {shape}")
+                    way_out = "" if cut or self.index.info is not None else _IN_PLACE
+                    lines.append(f"{what}, the parameter has {shape}{way_out}")
         self.problems += [line for lines in wrong.values() for line in lines]
         self.result.skip.update(wrong)
         return set(wrong)
+
+    def _never_like_param(self, path: Path, size: torch.Size, shape: tuple[int, ...]) -> bool:
+        """Whether a state can be a factor of a parameter, as it is of all others that have it."""
+        if not set(size) <= {1, *shape}:
+            return False
+        if path not in self._like_param:
+            sizes = [
+                (tuple(storage.size), self.layout.shape_of(fqn))
+                for name, paths in self.index.state.items()
+                if path in paths and (fqn := self.layout.resolve(name)) is not None
+                if (storage := self.index.tensors.get(paths[path])) is not None
+            ]
+            self._like_param[path] = len(sizes) < 2 or any(saved == own for saved, own in sizes)
+        return not self._like_param[path]
 
     def opaque_keys(self, param: ParamLayout) -> dict[Path, str] | None:
         """State that this rank alone can load; None, and a problem, if it is only others'."""
@@ -167,3 +220,38 @@ class SavedParams:
             if not keys:
                 return False
         return True
+
+
+def placed_for(
+    param: torch.Tensor, storage: TensorStorageMetadata, record: str | None, live: Any
+) -> Placed | None:
+    """How a tensor that is saved under a DTensor parameter is to lie; None if as a plain tensor.
+
+    Args:
+        record: what ``SavedInfo.placed`` has of it.
+        live: what it is loaded into; None if it is made anew.
+
+    Raises:
+        LayoutError: the checkpoint does not say how, for this mesh.
+    """
+    if not isinstance(param, DTensor):
+        return None
+    if isinstance(live, torch.Tensor) and live.shape == storage.size:
+        if not isinstance(live, DTensor):
+            return None
+        if any(placement.is_partial() for placement in live.placements):
+            raise LayoutError(
+                f"expected the optimizer's tensor sharded or replicated, found {live.placements}"
+            )
+        return Placed.of(live)
+    if not record:
+        like = record is None and storage.size and storage.size == param.shape
+        return Placed.of(param) if like else None
+    found = Placed.read(record, storage.size, param)
+    if found is None:
+        raise LayoutError(
+            f"was saved as a DTensor with mesh dimensions and placements {record}, which say "
+            f"nothing of this mesh ({param.device_mesh}); load in place, into optim.state_dict() "
+            f"after a step"
+        )
+    return found

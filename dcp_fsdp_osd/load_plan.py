@@ -8,7 +8,7 @@ match is told as lines, not raised, so that all of it can be told at once for al
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.tensor import DTensor
 
 from .checkpoint_index import CheckpointIndex
-from .errors import CheckpointMismatchError
+from .errors import CheckpointMismatchError, LayoutError
 from .fsdp import Target
 from .geometry import Box
 from .layout import ParamLayout, Piece
-from .load_match import SavedParams
+from .load_match import SavedParams, placed_for
 from .load_schedule import (
     EMPTY,
     Leaf,
@@ -50,6 +49,7 @@ def plan_load(
     live: Mapping[str, Any],
     *,
     key: str,
+    user: Collection[str],
     quantized: QuantizedLoad,
     optim_class: OptimClass,
 ) -> LoadSchedule:
@@ -60,13 +60,16 @@ def plan_load(
         index: what the checkpoint has of it.
         live: the state dict that is loaded into; ``{}`` if it is to be made anew.
         key: of the optimizer, for messages.
+        user: names in ``state`` of the optimizer's own, that are no parameter's.
         quantized: by which ``live`` was split.
         optim_class: of the optimizer, beside that of the checkpoint.
 
     Raises:
         CorruptCheckpointError: a saved tensor lacks elements that this rank needs.
     """
-    planner = _Planner(target, index, live, key=key, quantized=quantized, optim_class=optim_class)
+    planner = _Planner(
+        target, index, live, key=key, user=user, quantized=quantized, optim_class=optim_class
+    )
     planner.plan()
     return planner.result
 
@@ -93,12 +96,14 @@ class _Planner:
         live: Mapping[str, Any],
         *,
         key: str,
+        user: Collection[str] = (),
         quantized: QuantizedLoad,
         optim_class: OptimClass,
     ) -> None:
         self.target = target
+        self.user = user
         self.optim_class = optim_class
-        self.foreign: dict[tuple[str, ...], list[str]] = {}  # names of state -> FQNs
+        self.live_leaves: dict[Path, Any] = {}  # of the parameter that is being planned
         self.quantized = quantized
         self.layout = target.layout
         self.index = index
@@ -117,12 +122,12 @@ class _Planner:
             self.saved.check_present(number, param, sources)
             quantized = self.quantized.check_whole(number, self.saved.keys(sources))
             self.problems += quantized
-            self.saved.misshapen(param, sources, whole=True)
+            self.saved.misshapen(param, sources, {}, whole=True)
             if self._unusable(number, param, self.saved.keys(sources).values()) or quantized:
                 self.result.keep.add(number)
         for fqn in self.index.opaque:
             self.problems.append(f"{fqn}: has state that was saved per rank, as no whole tensor")
-        self._warn_of_class()
+        self.optim_class.warn(self.key)
 
     def plan(self) -> None:
         if self.saved.nothing():
@@ -146,13 +151,14 @@ class _Planner:
                     leaf = self._leaf("group", None, name, (), {name: name}, storage)
                     items += self._read(leaf, name, storage, [(None, whole_chunk(storage))])
         items += [object_item(name) for name in self.index.whole_objects()]
-        self._warn_of_class()
+        self.optim_class.warn(self.key)
 
     def _plan_param(self, number: int, param: ParamLayout) -> list[ReadItem]:
         sources = self.saved.sources(param)
         opaque = self.saved.opaque_keys(param)
         self.saved.check_present(number, param, sources)
-        wrong = self.saved.misshapen(param, sources)
+        self.live_leaves = dict(leaves(self.live_of.get(number) or {}))
+        wrong = self.saved.misshapen(param, sources, self.live_leaves)
         if opaque is None or (wrong and len(wrong) == len(sources)):
             self.result.keep.add(number)
             return []
@@ -200,43 +206,12 @@ class _Planner:
     def _unusable(self, number: int, param: ParamLayout, paths: Iterable[Path]) -> bool:
         """Whether the optimizer's class would not find in the saved state what a step needs."""
         names = frozenset(str(path[0]) for path in paths if path)
-        if not names:
-            return False
+        live = frozenset(map(str, self.live_of.get(number) or ()))
         dims = self.target.params[number].dim()
-        live = self.live_of.get(number)
-        if live:  # what of it is missing is told one by one
-            makes: frozenset[str] | None = frozenset(map(str, live))
-        else:
-            makes = self.optim_class.makes(number, dims)
-            missing = self.optim_class.lacking(number, dims, names)
-            if missing:
-                self.problems.append(
-                    f"{param.fqns[0]}: expected {missing!r} in the checkpoint, without which "
-                    f"{self.optim_class.name} does not make a step, found state "
-                    f"{', '.join(sorted(names))} of {self.optim_class.saved_by()}"
-                )
-                return True
-        if makes is not None and names - makes:
-            self.foreign.setdefault(tuple(sorted(names - makes)), []).extend(param.fqns)
-        return False
-
-    def _warn_of_class(self) -> None:
-        """State and options of another optimizer are taken over, and that is said."""
-        lines = []
-        if self.optim_class.differs:
-            options = ", ".join(sorted(self.index.options())) or "all options"
-            lines.append(
-                f"the checkpoint was saved by {self.optim_class.saved_by()}, this optimizer is "
-                f"{self.optim_class.name}; of the checkpoint's param groups are taken: {options}"
-            )
-        for names, fqns in self.foreign.items():
-            more = f" and {len(fqns) - 3} more" if len(fqns) > 3 else ""
-            lines.append(
-                f"state that {self.optim_class.name} does not keep is loaded: {', '.join(names)} "
-                f"(of {', '.join(fqns[:3])}{more})"
-            )
-        if lines:
-            warnings.warn(f"{self.key}: " + "\n  ".join(lines), stacklevel=2)
+        problem = self.optim_class.check(number, param.fqns, dims, names, live=live)
+        if problem:
+            self.problems.append(f"{param.fqns[0]}: {problem}")
+        return bool(problem)
 
     def _tell_siblings(self, param: ParamLayout, lines: Sequence[str]) -> None:
         """Name all parameters of a flat parameter that is skipped as a whole."""
@@ -265,10 +240,12 @@ class _Planner:
             )
             return None
         kind = kinds.pop()
+        if param.kind == "dtensor" and kind != "object":
+            return self._plan_dtensor(number, param, path, keys)
         if kind == "object":
             self.result.leaves.append(Leaf("object", number, param.fqns[0], path, keys))
             return [object_item(key) for key in keys.values()]
-        if kind == "scalar" and param.kind != "dtensor" and param.shapes != ((),):
+        if kind == "scalar" and param.shapes != ((),):
             leaf = self._leaf("scalar", number, param.fqns[0], path, keys, first_known(stored))
             return [
                 item
@@ -282,12 +259,6 @@ class _Planner:
             leaf = self._leaf(kind, number, param.fqns[0], path, keys, first)
             (key,) = keys.values()
             return self._read(leaf, key, first, [(None, whole_chunk(first))])
-        if param.kind == "dtensor":
-            leaf = self._leaf("dtensor", number, param.fqns[0], path, keys, first)
-            (key,) = keys.values()
-            like: Any = self.target.params[number]
-            chunks = [c for c in like.__create_chunk_list__() if all(c.sizes)]
-            return self._read(leaf, key, first, [(None, c) for c in chunks])
         leaf = self._leaf("local", number, param.fqns[0], path, keys, first)
         leaf.shape = (param.numel,)
         items: list[ReadItem] = []
@@ -303,6 +274,27 @@ class _Planner:
             storage = known(stored[segment.fqn])
             items += self._read(leaf, keys[segment.fqn], storage, wanted)
         return items
+
+    def _plan_dtensor(
+        self, number: int, param: ParamLayout, path: Path, keys: dict[str, str]
+    ) -> list[ReadItem] | None:
+        """Reads of a tensor under a DTensor parameter: it lies as it does live, or as it did."""
+        (key,) = keys.values()
+        storage = known(self.index.tensors.get(key))
+        own = self.target.params[number]
+        label = dotted((param.fqns[0], *path))
+        try:
+            like = placed_for(own, storage, self.saved.placed.get(key), self.live_leaves.get(path))
+        except LayoutError as error:
+            self.problems.append(f"{label}: {error}")
+            return None
+        if like is None:
+            kind = "whole" if storage.size else "scalar"
+            leaf = self._leaf(kind, number, param.fqns[0], path, keys, storage)
+            return self._read(leaf, key, storage, [(None, whole_chunk(storage))])
+        leaf = self._leaf("dtensor", number, param.fqns[0], path, keys, storage)
+        leaf.like = like
+        return self._read(leaf, key, storage, [(None, chunk) for chunk in like.chunks()])
 
     def _plan_quantized(
         self, number: int, param: ParamLayout, path: Path, keys: dict[str, str]
@@ -351,8 +343,7 @@ class _Planner:
 
     def _plan_user_state(self) -> list[ReadItem]:
         """State under names that are no parameter's: known to us, or to the live optimizer."""
-        live = {str(n) for n in self.live.get("state", {}) if param_id(n, self.layout) is None}
-        names = live | set(self.index.info.user if self.index.info is not None else ())
+        names = {*self.user, *(self.index.info.user if self.index.info is not None else ())}
         items: list[ReadItem] = []
         for name, entries in self.index.state.items():
             if name in names and self.layout.resolve(name) is None:
@@ -388,11 +379,10 @@ class _Planner:
             if leaf.kind == "scalar" and not value.dim() and value.dtype == leaf.dtype:
                 leaf.tensor = value.detach()
             if leaf.kind in ("local", "whole", "dtensor"):
-                shape = param.shapes[0] if leaf.kind == "dtensor" else leaf.shape
-                if tuple(value.shape) != shape:
+                if tuple(value.shape) != leaf.shape:
                     self.problems.append(
-                        f"{label}: expected the optimizer's tensor to have shape {shape}, found "
-                        f"{tuple(value.shape)}"
+                        f"{label}: expected the optimizer's tensor to have shape {leaf.shape}, "
+                        f"found {tuple(value.shape)}"
                     )
                     leaf.kind = "skipped"
                 elif value.dtype != leaf.dtype:
@@ -401,10 +391,10 @@ class _Planner:
                         f"load into an empty dict to take it as saved"
                     )
                     leaf.kind = "skipped"
-                elif leaf.kind == "dtensor" and not _placed_alike(
-                    value, self.target.params[number]
-                ):
-                    self.problems.append(f"{label}: placed unlike the parameter")
+                elif leaf.like is not None and not leaf.like.alike(value):
+                    self.problems.append(
+                        f"{label}: expected the optimizer's tensor to lie as {leaf.like.placements}"
+                    )
                     leaf.kind = "skipped"
                 else:
                     leaf.tensor, leaf.live = value.detach(), True
@@ -413,12 +403,3 @@ class _Planner:
 def _named(lines: Sequence[str]) -> str:
     """What the first of some problems is about."""
     return lines[0].partition(": ")[0] if lines else "what cannot be loaded"
-
-
-def _placed_alike(value: torch.Tensor, param: torch.Tensor) -> bool:
-    return (
-        isinstance(value, DTensor)
-        and isinstance(param, DTensor)
-        and value.placements == param.placements
-        and value.device_mesh == param.device_mesh
-    )

@@ -27,7 +27,13 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from .errors import CheckpointMismatchError, ExchangeError, LayoutError, portable_errors
+from .errors import (
+    CheckpointMismatchError,
+    ExchangeError,
+    LayoutError,
+    listed,
+    portable_errors,
+)
 from .exchange import Exchange, ExchangeStats
 from .flat_form import check_rest, expect_setter
 from .fsdp import Target, check_unwrapped, describe_target
@@ -125,7 +131,8 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         LayoutError: from the constructor, if the optimizer's parameters are not the model's.
         TypeError: from the constructor, for arguments of another kind.
         CheckpointMismatchError: (within DCP's ``CheckpointException``, on every rank) the
-            checkpoint is not of this model and optimizer; lists all mismatches.
+            checkpoint is not of this model and optimizer; lists the first ten mismatches of all
+            ranks, and counts the others.
         ExchangeError: (likewise) another rank failed, whose rank and error it names.
 
     Replaces ``FSDP.optim_state_dict_to_load`` and ``load_sharded_optimizer_state_dict``.
@@ -325,7 +332,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         """Refuse the load, on the coordinator for all ranks, if anything does not match.
 
         Raises:
-            CheckpointMismatchError: lists every mismatch of every rank.
+            CheckpointMismatchError: of every mismatch of every rank, the first ten are listed.
         """
         data = [plan.planner_data for plan in global_plan]
         if not all(isinstance(d, _LocalData) for d in data):
@@ -355,8 +362,9 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             if lines and any(d.strict for d in data):
                 raise CheckpointMismatchError(
                     f"{key}: the checkpoint is not of this model and optimizer:\n  "
-                    + "\n  ".join(lines)
-                    + "\nPass strict=False to load the rest and leave these as they are"
+                    + listed(lines)
+                    + "\nPass strict=False to load the rest and leave these as they are; "
+                    "planner.skipped then has a line for each"
                 )
             skipped += lines
         if self.metadata is None:
@@ -406,8 +414,8 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
     def _skip(self, lines: list[str]) -> None:
         self.skipped += lines
         if lines:
-            text = "\n  ".join(lines)
-            warnings.warn(f"skipped (strict=False):\n  {text}", stacklevel=3)
+            text = f"skipped (strict=False; planner.skipped has all):\n  {listed(lines)}"
+            warnings.warn(text, stacklevel=3)
 
     # ------------------------------------------------------------ reading
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from .errors import CheckpointMismatchError, CorruptCheckpointError
 from .layout import Piece
+from .placements import Placed
 from .tree import Path
 
 __all__ = [
@@ -48,6 +49,7 @@ class Leaf:
         filled: how many elements are read.
         tensor: where it is read to: the optimizer's own, or allocated before reading.
         live: ``tensor`` is the optimizer's own.
+        like: of kind ``"dtensor"``: how it lies on its mesh.
         extra: lies beside ``state`` and ``param_groups``; ``path`` is below the optimizer.
     """
 
@@ -62,6 +64,7 @@ class Leaf:
     filled: int = 0
     tensor: torch.Tensor | None = None
     live: bool = False
+    like: Placed | None = None
     extra: bool = False
 
 
@@ -92,12 +95,12 @@ EMPTY = ChunkStorageMetadata(torch.Size(()), torch.Size(()))
 def factored_shapes(sizes: set[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     """Whether a state's tensors can be factors of one of ``shape`` (Adafactor's rows and columns).
 
-    Factors differ in shape; all of one wrong shape are those of a parameter of that shape.
+    Factors differ in shape; all of one wrong shape are those of a parameter of that shape. Where
+    one has the parameter's own shape, the others are not those of another parameter.
     """
-    return len(sizes) > 1 and all(
-        len(size) == len(shape) and all(s in (1, n) for s, n in zip(size, shape, strict=True))
-        for size in sizes
-    )
+    if shape in sizes:
+        return True
+    return len(sizes) > 1 and all(set(size) <= {1, *shape} for size in sizes)
 
 
 def covering_reads(

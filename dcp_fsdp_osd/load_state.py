@@ -13,22 +13,26 @@ from torch.distributed.tensor import DTensor
 
 from .checkpoint_index import index_checkpoint
 from .containers import Containers, containers_of, key_clashes, remade
-from .errors import CheckpointMismatchError
+from .errors import CheckpointMismatchError, listed
 from .flat_form import flat_states
 from .fsdp import Target
 from .geometry import narrowed_view
-from .layout import without_wrappers
+from .layout import FlatLayout, without_wrappers
 from .load_plan import plan_load
 from .load_schedule import Leaf, LoadSchedule
 from .memory import empty_for_reading
 from .optim_class import OptimClass
 from .optim_state import is_flattened, is_guarded, mark_loaded, param_id, without_guard
 from .param_groups import SavedGroups, match_groups
-from .placements import like_param
 from .quantized_load import QuantizedLoad
 from .tree import Path, digest, dotted, leaves, set_leaf, text_keys
 
-__all__ = ["OptimLoad", "empty_dtensor"]
+__all__ = ["OptimLoad"]
+
+
+_OR_OWN_STATE = (
+    "; if it is state of the user's own, give the optimizer that name first: optim.state[name] = {}"
+)
 
 
 class OptimLoad:
@@ -68,14 +72,18 @@ class OptimLoad:
         self.applies = self._is_flat_form()
         self.optim = optim
         self.groups: Sequence[Mapping[str, Any]] = optim.param_groups
-        # `_NamedOptimizer` ignores what it is given under numbers.
-        self.param_keys: Sequence[str] | None = getattr(optim, "ordered_param_keys", None)
+        self.group_names = _group_names(optim, self.layout)
         self.optim_state: Mapping[torch.Tensor, Any] = optim.state
         self.strict = strict
+        # The optimizer's own names in ``state``, in the dict that is loaded or in the optimizer.
+        own = [*self.live.get("state", {}), *(n for n in optim.state if isinstance(n, str))]
+        self.own_names = {str(name) for name in own if param_id(name, self.layout) is None}
         names = [n for fqn in self.layout.ids for n in self.layout.names_of(fqn)]
         self.index = index_checkpoint(metadata, path, names)
         self.quantized = QuantizedLoad(target, self.index, metadata, path, optim)
         saved_by = self.index.info.optimizers if self.index.info is not None else ()
+        if self.index.info is None:
+            self.what += _OR_OWN_STATE
         self.optim_class = OptimClass(optim, saved_by, self.index.options())
         if self.applies:
             self.live = self.quantized.split(self.live)
@@ -92,6 +100,7 @@ class OptimLoad:
             self.index,
             self.live,
             key=self.key,
+            user=self.own_names,
             quantized=self.quantized,
             optim_class=self.optim_class,
         )
@@ -170,7 +179,7 @@ class OptimLoad:
 
     def names(self) -> list[str]:
         """What this rank has a use for, under any of its names."""
-        live = [str(n) for n in self.live.get("state", {}) if param_id(n, self.layout) is None]
+        live = [*self.own_names]
         user = list(self.index.info.user) if self.index.info is not None else []
         own = [n for fqn in self.layout.ids for n in self.layout.names_of(fqn)]
         return own + list(self.index.renamed) + live + user
@@ -189,8 +198,8 @@ class OptimLoad:
         for leaf in self.schedule.leaves:
             if leaf.kind in ("object", "scalar", "skipped") or leaf.tensor is not None:
                 continue
-            if leaf.kind == "dtensor" and leaf.param is not None:
-                leaf.tensor = empty_dtensor(self.target.params[leaf.param], leaf.dtype)
+            if leaf.like is not None:
+                leaf.tensor = leaf.like.empty(leaf.dtype)
                 continue
             leaf.tensor = self._empty(leaf)
             if leaf.kind == "local" and leaf.filled < leaf.tensor.numel():
@@ -284,7 +293,7 @@ class OptimLoad:
         if clashes or (missing and self.strict):
             raise CheckpointMismatchError(
                 f"{self.key}: the checkpoint is not of this model and optimizer; the state that "
-                f"was loaded in place is not to be used:\n  " + "\n  ".join(clashes + missing)
+                f"was loaded in place is not to be used:\n  " + listed(clashes + missing)
             )
         self.late = missing
 
@@ -330,8 +339,8 @@ class OptimLoad:
     def _group_ids(self) -> list[list[Any]]:
         if self.live.get("param_groups"):
             return [list(group["params"]) for group in self.live["param_groups"]]
-        if self.param_keys is not None:
-            return [[self.param_keys[number] for number in ids] for ids in self.layout.groups]
+        if self.group_names is not None:
+            return self.group_names
         return [list(ids) for ids in self.layout.groups]
 
     def _saved_groups(self) -> SavedGroups:
@@ -439,6 +448,26 @@ def _containers_here(value: Any) -> Containers:
     return containers_of(value, (), strict=False)
 
 
+def _group_names(optim: torch.optim.Optimizer, layout: FlatLayout) -> list[list[Any]] | None:
+    """The parameters of each group as the optimizer's state dict names them, if by names.
+
+    Optimizers that key their state by names pass over what they are given under numbers.
+    """
+    keys: Sequence[str] | None = getattr(optim, "ordered_param_keys", None)
+    if keys is not None:  # `_NamedOptimizer`
+        return [[keys[number] for number in ids] for ids in layout.groups]
+    if type(optim).state_dict is torch.optim.Optimizer.state_dict:
+        return None
+    try:
+        names = [list(group["params"]) for group in optim.state_dict()["param_groups"]]
+    except Exception:  # one that has no state dict yet (ZeroRedundancyOptimizer): as any other
+        return None
+    numbers = ([param_id(name, layout) for name in group] for group in names)
+    found = [sorted(number for number in group if number is not None) for group in numbers]
+    text = all(isinstance(name, str) for group in names for name in group)
+    return names if text and found == [sorted(ids) for ids in layout.groups] else None
+
+
 def _put(values: dict[Any, Any], path: Path, value: Any) -> None:
     """Put ``value`` at ``path``; torch before 2.4 saved what holds no tensor as one object."""
     if path:
@@ -449,14 +478,6 @@ def _put(values: dict[Any, Any], path: Path, value: Any) -> None:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def empty_dtensor(like: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A DTensor of the placements of ``like``, whose local part is fresh memory."""
-    if not isinstance(like, DTensor):
-        raise CheckpointMismatchError(f"expected a DTensor parameter, found {type(like).__name__}")
-    local = empty_for_reading(like.to_local().shape, dtype, like.to_local().device)
-    return like_param(local, like)
 
 
 def _zero_gaps(leaf: Leaf, tensor: torch.Tensor) -> None:

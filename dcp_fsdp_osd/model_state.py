@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from .containers import containers_of
-from .errors import LayoutError
+from .errors import LayoutError, listed
 from .fsdp import _join, _module_names, unmet_params
 from .fsdp_weights import drop_unsharded, flat_shards, low_precision_buffers
 from .layout import Segment
@@ -235,7 +235,7 @@ def _check_hooks(model: nn.Module) -> None:
         raise LayoutError(
             "expected modules whose state dict is their parameters and buffers, found some that "
             "change it or want to know when it is loaded, which FlatModelState passes over:\n  "
-            + "\n  ".join(dict.fromkeys(found))
+            + listed(dict.fromkeys(found))
             + "\nSave this model with get_model_state_dict and load it with set_model_state_dict"
         )
 

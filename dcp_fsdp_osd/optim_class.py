@@ -8,11 +8,14 @@ state is asked of the class itself, where it is one of PyTorch's: a step of it o
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from .errors import listed
 
 __all__ = ["OptimClass", "describe_optim"]
 
@@ -64,6 +67,7 @@ class OptimClass:
         self.same = any(_identity(str(each.get("class"))) == mine for each in saved)
         self._groups = [group for group in optim.param_groups for _ in group["params"]]
         self._asked: dict[Any, Any] = {}
+        self._foreign: dict[tuple[str, ...], list[str]] = {}  # names of state -> FQNs
 
     @property
     def differs(self) -> bool:
@@ -78,14 +82,58 @@ class OptimClass:
             words.append(f"{each.get('class')}({defaults})")
         return " and ".join(words) or "an optimizer that it does not name"
 
-    def lacking(self, number: int, dims: int, names: frozenset[str]) -> str:
-        """The first state that a step would look for and not find; empty if none, or unknown.
+    def check(
+        self,
+        number: int,
+        fqns: Sequence[str],
+        dims: int,
+        names: frozenset[str],
+        *,
+        live: frozenset[str] = frozenset(),
+    ) -> str:
+        """Why a step could not use the state that is saved of a parameter; empty if it could.
+
+        What is not the optimizer's own state is kept in mind for :meth:`warn`.
 
         Args:
             number: of the parameter, whose group's options count.
             dims: of the parameter on this rank.
-            names: of the state that the parameter would have.
+            names: of the state that is saved.
+            live: of the state that it is loaded into, if there is any.
         """
+        if not names:
+            return ""
+        missing = "" if live else self.lacking(number, dims, names)
+        if missing:
+            return (
+                f"expected {missing!r} in the checkpoint, without which {self.name} does not make "
+                f"a step, found state {', '.join(sorted(names))} of {self.saved_by()}"
+            )
+        makes = live or self.makes(number, dims)
+        if makes is not None and names - makes:
+            self._foreign.setdefault(tuple(sorted(names - makes)), []).extend(fqns)
+        return ""
+
+    def warn(self, key: str) -> None:
+        """Say that state and options of another optimizer are taken over, if they are."""
+        lines = []
+        if self.differs:
+            options = ", ".join(sorted(self._replaced)) or "all options"
+            lines.append(
+                f"the checkpoint was saved by {self.saved_by()}, this optimizer is {self.name}; "
+                f"of the checkpoint's param groups are taken: {options}"
+            )
+        for names, fqns in self._foreign.items():
+            more = f" and {len(fqns) - 3} more" if len(fqns) > 3 else ""
+            lines.append(
+                f"state that {self.name} does not keep is loaded: {', '.join(names)} "
+                f"(of {', '.join(fqns[:3])}{more})"
+            )
+        if lines:
+            warnings.warn(f"{key}: {listed(lines)}", stacklevel=2)
+
+    def lacking(self, number: int, dims: int, names: frozenset[str]) -> str:
+        """The first state that a step would look for and not find; empty if none, or unknown."""
         group = self._groups[number]
         # With the checkpoint's own options a step may need more, never less than with none set.
         off = {n: type(v)(0) for n, v in group.items() if n in self._replaced and _is_number(v)}

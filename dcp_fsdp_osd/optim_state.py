@@ -27,6 +27,7 @@ from .fsdp import Target, describe_target
 from .geometry import Box
 from .layout import FlatLayout, ParamLayout, Piece
 from .optim_class import describe_optim
+from .placements import dtensor_problem, placement_text
 from .quantized import QuantizedReport, is_wrapper, local_part
 from .quantized_save import add_quantized
 from .roles import check_optim
@@ -76,7 +77,7 @@ class SaveEntries:
         user: names in ``state`` that are no parameter's.
         opaque: path of per-rank state -> what part of the model it is of.
         opaque_of: keys that this state would have if it were no per-rank state.
-        odd: as in ``SavedInfo``.
+        odd, placed: as in ``SavedInfo``.
         containers: the mappings below the optimizer that are not dicts with text for keys.
         quantized: what of the above is quantized in blocks.
     """
@@ -95,6 +96,7 @@ class SaveEntries:
     opaque_of: list[str] = field(default_factory=list)
     odd: list[str] = field(default_factory=list)
     containers: Containers = field(default_factory=Containers)
+    placed: dict[str, str] = field(default_factory=dict)
     quantized: QuantizedReport = field(default_factory=QuantizedReport)
 
 
@@ -246,6 +248,10 @@ def _save_leaf(param: ParamLayout, path: Path, value: Any, key: Path, entries: S
         opaque_place = _opaque_path(key, param, path)
         add_quantized(entries, param, path, value, place=place, opaque_place=opaque_place)
         return
+    if isinstance(value, DTensor):
+        _check_dtensor(dotted(_state_path(key, param.fqns[0], path)), value)
+    if param.kind == "dtensor" and is_tensor:
+        _save_placement(param, _state_path(key, param.fqns[0], path), value, entries)
     opaque = param.sharded and not is_tensor and holds_tensor(value)
     if distributed or (is_tensor and not value.dim()) or not (is_tensor or opaque):
         for fqn in param.fqns:  # a scalar of a flat parameter is one of each of its FQNs
@@ -275,6 +281,34 @@ def _save_leaf(param: ParamLayout, path: Path, value: Any, key: Path, entries: S
         entries.plain[name] = value
         entries.opaque[name] = param.describe()
         entries.opaque_of.append(dotted(_state_path(key, param.fqns[0], path)))
+
+
+def _check_dtensor(name: str, value: DTensor) -> None:
+    """Raise for a DTensor of which DCP would save something else than it stands for."""
+    problem = dtensor_problem(name, value)
+    if any(placement.is_partial() for placement in value.placements):
+        problem = (
+            f"{name}: expected a DTensor that is sharded or replicated, found placements "
+            f"{value.placements}: what a rank holds is a summand, no part of the tensor. "
+            f"Redistribute it before saving"
+        )
+    if problem:
+        raise LayoutError(problem)
+
+
+def _save_placement(
+    param: ParamLayout, place: Path, value: torch.Tensor, entries: SaveEntries
+) -> None:
+    """Record how a value lies, if not as the parameter does or as a load would take it to lie."""
+    like = tuple(value.shape) == param.shapes[0]
+    if isinstance(value, DTensor):
+        text = placement_text(value)
+        if not like or text != param.placed:
+            entries.placed[dotted(place)] = text
+        if not like and value.dim():
+            entries.odd.append(dotted(place))
+    elif like and value.dim():
+        entries.placed[dotted(place)] = ""
 
 
 def _state_path(key: Path, fqn: str, path: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .errors import CheckpointMismatchError, LayoutError
+from .errors import CheckpointMismatchError, LayoutError, listed
 from .layout import FlatLayout
 from .optim_state import GroupInfo
 from .tree import digest
@@ -64,7 +64,7 @@ def merge_groups(ranks: Sequence[Sequence[GroupInfo]], key: str) -> list[MergedG
     if conflicts:
         raise LayoutError(
             f"{key}: expected the same param group options on every rank, found:\n  "
-            + "\n  ".join(dict.fromkeys(conflicts))
+            + listed(dict.fromkeys(conflicts))
         )
     return merged
 
@@ -142,7 +142,7 @@ def match_groups(
         raise CheckpointMismatchError(
             f"{key}: expected one value for each option of a param group, found that groups with "
             f"different options were merged into one:\n  "
-            + "\n  ".join(conflicts)
+            + listed(conflicts)
             + "\nKeep these parameters in groups of their own, or save with equal options"
         )
     return result

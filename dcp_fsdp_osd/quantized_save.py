@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor
 
-from .errors import LayoutError
+from .errors import LayoutError, listed
 from .geometry import Box
 from .layout import ParamLayout, Piece
 from .quantized import (
@@ -143,7 +143,7 @@ def agree_on_quantized(
         raise LayoutError(
             f"{key}: expected each state to be quantized alike on all ranks (but for the last "
             f"elements of a parameter), found:\n  "
-            + "\n  ".join(problems)
+            + listed(problems)
             + "\nUse a block_size that divides what each rank holds, or shard these parameters "
             "otherwise"
         )

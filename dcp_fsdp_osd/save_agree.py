@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from .containers import Containers
-from .errors import LayoutError
+from .errors import LayoutError, listed
 from .geometry import Box
 from .layout import Segment
 from .optim_state import GroupInfo
@@ -57,6 +57,7 @@ class Report:
     opaque_of: list[str] = field(default_factory=list)
     odd: list[str] = field(default_factory=list)
     containers: Containers = field(default_factory=Containers)
+    placed: dict[str, str] = field(default_factory=dict)
     scalars: dict[str, str] = field(default_factory=dict)  # key -> digest
     quantized: QuantizedReport = field(default_factory=QuantizedReport)
     optimizer: dict[str, Any] | None = None  # as of ``describe_optim``
@@ -82,7 +83,7 @@ def check_scalars(key: str, reports: Sequence[Report]) -> None:
     if differ:
         raise LayoutError(
             f"{key}: expected scalar state to be the same on every rank that has it, found "
-            f"{len(differ)} that differ:\n  " + "\n  ".join(differ)
+            f"{len(differ)} that differ:\n  " + listed(differ)
         )
 
 
@@ -123,7 +124,7 @@ def check_kinds(key: str, reports: Sequence[Report]) -> None:
     if mixed:
         raise LayoutError(
             f"{key}: expected state to have the shape of the local piece on all ranks or on none, "
-            f"found:\n  " + "\n  ".join(mixed)
+            f"found:\n  " + listed(mixed)
         )
 
 
@@ -211,7 +212,7 @@ def fill_holes(
     if lost:
         raise LayoutError(
             f"{key}: expected every element on a rank that takes part in the save, found none "
-            f"that holds:\n  " + "\n  ".join(lost) + "\nCall dcp.save on all ranks of the FSDP "
+            f"that holds:\n  " + listed(lost) + "\nCall dcp.save on all ranks of the FSDP "
             "process group, with collectives; or a rank lacks this state but has other state of "
             "the same parameter"
         )

@@ -270,6 +270,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                     if p[depth] != "param_groups" and p not in entries.opaque
                 }
             ),
+            placed=entries.placed,
             quantized=entries.quantized,
             optimizer=optimizer,
         )
@@ -369,6 +370,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 ],
                 containers=packed,
                 quantized=[vars(how) for how in quantized],
+                placed={k: v for r in reports for k, v in r.placed.items()},
                 optimizers=_distinct(r.optimizer for r in reports),
             )
         plans = share_out(plans, to_lowest=self.dedup_save_to_lowest_rank)
@@ -466,6 +468,18 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             )
             return found.reshape(-1) if flattened else found
         return tensor
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """As DCP's default planner; what cannot be pickled is named."""
+        if write_item.type != WriteItemType.BYTE_IO:
+            return object
+        try:
+            return super().transform_object(write_item, object)
+        except Exception as error:  # whatever its own methods raise
+            raise LayoutError(
+                f"{write_item.index.fqn}: expected a value that can be pickled, found "
+                f"{type(object).__qualname__}: {error}"
+            ) from error
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         if index.fqn in self._final.values:

@@ -180,7 +180,7 @@ def _verify(
         dist.all_gather_object(told, found, group=group)
     failed = [f"rank {each.rank}: {each.error}" for each in told if each.error]
     if failed:
-        raise FlatOptimError("comparing failed:\n  " + "\n  ".join(failed)) from failure
+        raise FlatOptimError("comparing failed:\n  " + listed(failed)) from failure
     return _merged(told)
 
 
