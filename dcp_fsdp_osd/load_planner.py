@@ -358,15 +358,15 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             extra = sorted({n for d in data for n in d.saved.get(key, ())} - known)
             lines = [line + _on(ranks, len(data)) for line, ranks in found.items()]
             what = next(d.extra[key] for d in data if key in d.extra)  # maybe of other ranks alone
-            lines += [f"{name}: in the checkpoint, but the {what}" for name in extra]
-            if lines and any(d.strict for d in data):
+            more = [f"{name}: in the checkpoint, but the {what}" for name in extra]
+            if (lines or more) and any(d.strict for d in data):
                 raise CheckpointMismatchError(
                     f"{key}: the checkpoint is not of this model and optimizer:\n  "
-                    + listed(lines)
+                    + "\n  ".join(filter(None, (listed(lines), listed(more))))
                     + "\nPass strict=False to load the rest and leave these as they are; "
                     "planner.skipped then has a line for each"
                 )
-            skipped += lines
+            skipped += lines + more
         if self.metadata is None:
             raise CheckpointMismatchError("expected set_up_planner to be called first")
         shared = None
