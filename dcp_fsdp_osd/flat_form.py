@@ -147,16 +147,19 @@ def expect_setter(optim: torch.optim.Optimizer, layout: FlatLayout, form: str) -
     if not isinstance(optim, torch.optim.Optimizer):
         return
 
+    expected = True
+
     def check(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        if _is_setters(state_dict, layout):
+        nonlocal expected
+        if expected and _is_setters(state_dict, layout):
             raise CheckpointMismatchError(
                 f"expected the flat form in optim.load_state_dict, found what was filled with "
                 f"form={form!r}, which only set_optimizer_state_dict(model, optim, ...) can load: "
                 f"call that, or fill the dict with form='flat'"
             )
-        handle.remove()
+        expected = False  # removed here, it would end the optimizer's loop over its hooks
 
-    handle = optim.register_load_state_dict_pre_hook(check)
+    optim.register_load_state_dict_pre_hook(check)
 
 
 def _is_setters(state_dict: Mapping[str, Any], layout: FlatLayout) -> bool:

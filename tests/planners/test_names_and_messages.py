@@ -110,6 +110,22 @@ def test_own_state_of_a_stock_checkpoint(tmp_path: Path) -> None:
         assert_same(load(model, fresh, tmp_path, into=fresh.state_dict())["state"]["mine"], own)
 
 
+def _all_forms(rank: int, world: int, path: str) -> None:
+    """Dicts of the forms for stock's setters, and then the optimizer's own."""
+    model, optim = make()
+    save(model, optim, path)
+    fresh = torch.optim.AdamW(model.parameters())
+    for form in ("sharded", "full", "full"):
+        load(model, fresh, path, form=form)
+    for _ in range(2):
+        fresh.load_state_dict(load(model, fresh, path))
+        assert_same(fresh.state_dict()["state"], optim.state_dict()["state"])
+
+
+def test_the_flat_form_after_the_others(tmp_path: Path) -> None:
+    run_ranks(_all_forms, 2, str(tmp_path))
+
+
 # ---------------------------------------------------------------- messages
 
 
