@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from dcp_fsdp_osd.errors import StorageError
-from dcp_fsdp_osd.storage.location import join, resolve
+from dcp_fsdp_osd.storage.location import join, local_path, resolve
 from dcp_fsdp_osd.storage.once import from_first_rank
 from dcp_fsdp_osd.storage.session import Session, make_session
 from dcp_fsdp_osd.storage.store import Backend, Commit
 from dcp_fsdp_osd.storage.transfer import Stats
 
 __all__ = ["latest", "natural"]
+
+logger = logging.getLogger(__name__)
 
 
 def latest(
@@ -31,7 +35,8 @@ def latest(
     Checkpoints are the folders directly below `path_or_url` that hold a ``.metadata``; the newest
     is the one whose ``.metadata`` was written last.  Where the clock does not tell (S3 counts in
     seconds), the greater name is newer, numbers in it compared as numbers: step-100 after step-20.
-    Half-written folders are not seen.  The arguments are those of ``StreamingReader``.
+    Half-written folders are not seen.  A folder that does not exist has none, which is logged; a
+    bucket that does not exist is a StorageError.  The arguments are those of ``StreamingReader``.
 
     With a `process_group`, its first rank looks, and all of its ranks, which must all call this,
     get that one answer.  Ranks that look for themselves while a save ends may find different ones,
@@ -53,6 +58,11 @@ def latest(
 
 
 def _commits(session: Session) -> list[Commit]:
+    if session.is_local and not (path := Path(local_path(session.config.url))).is_dir():
+        if path.exists():
+            raise StorageError(f"{session.url} is a file; expected a folder of checkpoints")
+        # No error: it is how a first run begins.  Nor nothing: it is how a mistyped path ends.
+        logger.warning("%s does not exist, so there is no checkpoint in it", session.url)
     try:
         return session.call(session.store.commits, "list", Stats())
     except Exception as error:

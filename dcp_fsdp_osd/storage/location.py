@@ -2,7 +2,7 @@
 
 A name means the same on every backend: it is taken to the letter, so that ``#``, ``?``, ``%41``
 and blanks are parts of names and no syntax.  What cannot mean the same everywhere is refused
-everywhere: ``..``, ``.`` and empty names in URLs, and control characters.
+everywhere: ``..``, ``.`` and empty names in URLs, control characters and backslashes.
 
 Refused also is a path that was meant as something else, because a local folder of that name would
 be made without a word: ``Path("s3://b/x")`` (which is ``s3:/b/x``), ``os.path.abspath`` of a URL,
@@ -74,9 +74,10 @@ def resolve(path_or_url: str | os.PathLike[str]) -> str:
     """
     text = _text(path_or_url)
     shown = repr(display_url(text))
-    if re.search(r"[\x00-\x1f\x7f]", text):
+    if re.search(r"[\x00-\x1f\x7f\\]", text):
         raise StorageError(
-            f"{shown} holds control characters, which not every storage takes in a name"
+            f"{shown} holds control characters or backslashes, which not every storage takes in a "
+            "name, or keeps there; write it without them"
         )
     scheme, authority, _ = split_url(text)
     if "://" in (text[len(scheme) + 3 :] if scheme else text) or scheme in _CACHES:

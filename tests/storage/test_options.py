@@ -181,3 +181,15 @@ def test_all_ranks_say_so(tmp_path: Path) -> None:
         "Checkpoints beside it: step-3."
     )
     assert found == ["\n".join([expected] * 4)] * 2
+
+
+def test_latest_of_no_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """None, as a first run wants it, with a word in the log, as a mistyped path does."""
+    assert latest(tmp_path) is None and not caplog.records
+    assert latest(tmp_path / "none") is None
+    assert [f"{tmp_path}/none does not exist" in record.message for record in caplog.records] == [
+        True
+    ]
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="is a file; expected a folder"):
+        latest(tmp_path / "file")

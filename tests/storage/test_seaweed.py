@@ -22,6 +22,8 @@ from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter, latest
 from dcp_fsdp_osd.storage.transfer import RetryPolicy
 from tests.servers import Fault, S3Endpoint, SeaweedS3, fault_proxy
+from tests.storage.attacks.names import EXPECTED, odd_names
+from tests.storage.conftest import Place
 from tests.torch_gaps import stock_fsspec
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -178,3 +180,10 @@ def test_a_failed_save_leaves_no_uploads_and_no_objects(weed: SeaweedS3, backend
     uploads = client.list_multipart_uploads(Bucket=weed.bucket, Prefix=prefix).get("Uploads", [])
     assert uploads == []
     assert "Contents" not in client.list_objects_v2(Bucket=weed.bucket, Prefix=prefix)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_odd_names_are_signed_as_they_are_sent(weed: SeaweedS3, backend: str) -> None:
+    options = store(weed, backend)["storage_options"]
+    place = Place(backend, weed.url(f"odd-{backend}"), backend, options, weed)
+    assert odd_names(place) == (EXPECTED, True)

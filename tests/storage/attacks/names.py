@@ -20,7 +20,7 @@ from tests.storage.conftest import Place
 
 ODD = (
     "exp#1", "exp#2", "exp", "exp?a=1", "exp?versionId=1", "a%20b", "a b", "a+b", "%2e%2e", "a%2Fb",
-    "100%", "a*b", "[0]", "{a}", "a|b", "a\\b", "a::b", "a:1", 'x"y', "x'y", "<a>", "a&b;c=d", "~a",
+    "100%", "a*b", "[0]", "{a}", "a|b", "a::b", "a:1", 'x"y', "x'y", "<a>", "a&b;c=d", "~a",
     "a@b", "..x", " blank ", "ä", "é\u0301", "日本",
 )  # fmt: skip
 
@@ -91,7 +91,19 @@ def on_other_file_systems(place: Place) -> Any:
 def refused_names(place: Place) -> Any:
     """Names that say different places to different clients; nothing may be written."""
     went_through = []
-    for name in ("../x", "a/../b", "a/./b", "a//b", "..", ".", "a\nb", "a\tb", "a\x7f", "a\x00b"):
+    for name in (
+        "../x",
+        "a/../b",
+        "a/./b",
+        "a//b",
+        "..",
+        ".",
+        "a\nb",
+        "a\tb",
+        "a\x7f",
+        "a\x00b",
+        "a\\b",
+    ):
         for use in (StreamingWriter, StreamingReader, latest):
             with contextlib.suppress(FlatOptimError):
                 use(f"{place.url}/{name}", **place.arguments)
@@ -117,7 +129,7 @@ MEANT_AS_URLS = (
     "simplecache::file:///run", "zip://run::s3://bucket/run.zip", "s3://s3://bucket/run",
     "simplecache://bucket/run", "s3:///bucket/run", "s3://", "http://host/run?token=1", CloudPath(),
     "http://host/a/%2e%2E/b", "~/run", "~someone/run", "~", "/data/~/run", "$HOME/run",
-    "${SCRATCH}/run", Path("~/run"), "run\n",
+    "${SCRATCH}/run", Path("~/run"), "run\n", "C:\\run", "a\\b",
 )  # fmt: skip
 
 
