@@ -7,6 +7,7 @@ import http.server
 import io
 import logging
 import pickle
+import re
 import threading
 import traceback
 from collections.abc import Mapping
@@ -241,7 +242,8 @@ def quoted_by_a_server(place: Place) -> Any:
             dcp.load({"t": torch.ones(1)}, storage_reader=reader)
         except BaseException as error:
             text = everything_of(error)
-            return [s for s in ("t0ken-of-session", "Signature=", endpoint.secret_key) if s in text]
+            secrets = ("t0ken-of-session", re.escape(endpoint.secret_key), r"Signature=(?!\*\*\*)")
+            return [secret for secret in secrets if re.search(secret, text)]
     finally:
         server.shutdown()
         server.server_close()
