@@ -147,17 +147,17 @@ def expect_setter(optim: torch.optim.Optimizer, layout: FlatLayout, form: str) -
     if not isinstance(optim, torch.optim.Optimizer):
         return
 
-    expected = True
+    expected: FlatLayout | None = layout
 
     def check(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         nonlocal expected
-        if expected and _is_setters(state_dict, layout):
+        if expected is not None and _is_setters(state_dict, expected):
             raise CheckpointMismatchError(
                 f"expected the flat form in optim.load_state_dict, found what was filled with "
                 f"form={form!r}, which only set_optimizer_state_dict(model, optim, ...) can load: "
                 f"call that, or fill the dict with form='flat'"
             )
-        expected = False  # removed here, it would end the optimizer's loop over its hooks
+        expected = None  # the hook itself, removed here, would end the optimizer's loop over them
 
     optim.register_load_state_dict_pre_hook(check)
 
