@@ -17,7 +17,7 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -32,8 +32,11 @@ _CODES = {
     403: "AccessDenied",
     404: "NoSuchKey",
     408: "RequestTimeout",
+    409: "ConditionalRequestConflict",
+    412: "PreconditionFailed",
     429: "TooManyRequests",
     500: "InternalError",
+    501: "NotImplemented",
     502: "BadGateway",
     503: "SlowDown",
     504: "GatewayTimeout",
@@ -98,6 +101,7 @@ class Rule:
     skip: int
     times: int
     after: Rule | None
+    header: str = ""
     hits: int = 0
     matched: int = 0
     struck: str = ""
@@ -155,14 +159,15 @@ class FaultProxy:
         skip: int = 0,
         times: int = 1,
         after: Rule | None = None,
+        header: str = "",
     ) -> Rule:
         """Strike ``times`` requests (-1: all) whose target matches the regular expression ``path``.
 
         The target is the path with its query, percent-encoded.  The first ``skip`` matches
-        pass unharmed; with ``after``, so do those before that rule's first hit.  The first rule
-        that applies wins.
+        pass unharmed; with ``after``, so do those before that rule's first hit; with ``header``, so
+        do those without it.  The first rule that applies wins.
         """
-        rule = Rule(fault, method, re.compile(path), skip, times, after)
+        rule = Rule(fault, method, re.compile(path), skip, times, after, header)
         with self.lock:
             self._rules.append(rule)
         return rule
@@ -186,10 +191,12 @@ class FaultProxy:
         self._server.server_close()
         self._thread.join()
 
-    def strike(self, method: str, target: str) -> Fault | None:
+    def strike(self, method: str, target: str, headers: Container[str] = ()) -> Fault | None:
         with self.lock:
             for rule in self._rules:
                 if rule.method not in ("", method) or not rule.path.search(target):
+                    continue
+                if rule.header and rule.header not in headers:
                     continue
                 if rule.after is not None and not rule.after.hits:
                     continue
@@ -225,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _serve(self) -> None:
-        fault = self.owner.strike(self.command, self.path)
+        fault = self.owner.strike(self.command, self.path, self.headers)
         self.body = b""
         self.record = Recorded(
             self.command,

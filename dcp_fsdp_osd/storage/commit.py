@@ -13,6 +13,7 @@ it belonged to the checkpoint that was replaced, to dead saves, or to saves that
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import re
@@ -36,6 +37,7 @@ T = TypeVar("T")
 
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 _NOTE = "aborted"
+_ENDINGS = (".distcp", f".{_NOTE}", ".committing")
 _TAIL = 20  # bytes of a metadata file that differ from save to save: its seal
 
 
@@ -76,6 +78,8 @@ class Committer:
         self._deadline: float | None = None  # of cleaning up, once it has begun
         self._turn = Turn(self.call, session.url, rank=rank, stall=session.config.stall_seconds)
         self._begun: _Found | None = None
+        self._own = "__" if rank is None else f"__{rank}_"
+        self._uploads: list[tuple[str, str]] = []  # under way when this save began
 
     def call(self, call: Callable[[Store], T], what: str) -> T:
         """`call(store)` with the session's retries."""
@@ -125,6 +129,13 @@ class Committer:
                 "without collectives cannot replace in one step; write elsewhere"
             )
         self._begun = self._look(found)
+        # What could not be listed is not cleaned up; not everybody may list it.
+        with contextlib.suppress(Exception):
+            self._uploads = [
+                (name, upload)
+                for name, upload in self._session.store.uploads()
+                if name.startswith(self._own) and name.endswith(".distcp")
+            ]
 
     def _look(self, found: Mapping[str, int]) -> _Found:
         self._turn.look(found)
@@ -170,6 +181,10 @@ class Committer:
         if self._turn.note is not None:
             debris.append(self._turn.note)
         self.quietly("remove what the new one replaces", lambda: self.remove(debris))
+        # Saves that were killed, or that will find that they have lost.
+        for name, upload in self._uploads:
+            with contextlib.suppress(Exception):
+                self._session.store.abort_upload(name, upload)
 
     def _check_unchanged(self, found: Mapping[str, int]) -> None:
         """Raise if another save was committed since this one began."""
@@ -272,7 +287,6 @@ class Committer:
 
     def _debris(self, files: Mapping[str, int], found: Collection[str]) -> list[str]:
         """What this commit made useless: files `found` that lay there when this save began."""
-        own = "__" if self._rank is None else f"__{self._rank}_"
         temporary = re.compile(rf"{re.escape(self._name)}\.[0-9a-f]+\.tmp")
         assert self._begun is not None
         old = self._begun.names & set(found)
@@ -280,8 +294,7 @@ class Committer:
         data = [
             name
             for name in old
-            if (name.startswith(own) and name.endswith((".distcp", f".{_NOTE}", ".committing")))
-            or temporary.fullmatch(name)
+            if (name.startswith(self._own) and name.endswith(_ENDINGS)) or temporary.fullmatch(name)
         ]
         # Metadata files first: what is left when this is cut short names no missing file.
         return [*sorted(markers), *sorted(set(data) - set(files))]

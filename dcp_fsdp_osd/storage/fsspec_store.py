@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from fsspec import AbstractFileSystem
 from fsspec.asyn import sync
 from fsspec.core import url_to_fs
 from fsspec.implementations.http import HTTPFileSystem
-from fsspec.implementations.local import LocalFileSystem
 
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.location import split_url
@@ -29,6 +29,10 @@ from dcp_fsdp_osd.storage.store import (
 )
 
 __all__ = ["FsspecStore", "open_fsspec"]
+
+_OBJECT_STORES = {
+    "abfs", "abfss", "adl", "az", "gcs", "gs", "http", "https", "memory", "oci", "oss", "s3", "s3a",
+}  # fmt: skip
 
 
 def open_fsspec(config: StoreConfig) -> Store:
@@ -102,24 +106,66 @@ class FsspecStore:
         # fsspec has no conditional write that all file systems keep to.
         if exclusive and self._fs.exists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        if isinstance(self._fs, LocalFileSystem):  # its pipe_file is not atomic
-            self._fs.pipe_file(f"{path}.tmp", data)
-            os.replace(f"{path}.tmp", path)  # noqa: PTH105
-        else:
+        if not data or self._puts_whole:
             self._fs.pipe_file(path, data)
+            return
+        temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+        try:
+            self._fs.pipe_file(temporary, data)
+            self._replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(temporary)
+            raise
+
+    @property
+    def _puts_whole(self) -> bool:
+        """Whether a file appears whole or not at all: object stores; others write in place."""
+        names = self._fs.protocol
+        return not _OBJECT_STORES.isdisjoint([names] if isinstance(names, str) else names)
+
+    def _replace(self, temporary: str, path: str) -> None:
+        """Rename over `path`.  Where that is refused because it exists: the old file is renamed
+        first, and back if the second renaming fails.
+        """
+        try:
+            self._fs.mv(temporary, path)
+            self._fs.invalidate_cache()
+            if not self._fs.exists(temporary):
+                return
+        except Exception:
+            self._fs.invalidate_cache()
+            if not (self._fs.exists(path) and self._fs.exists(temporary)):
+                raise
+        old = f"{path}.{uuid.uuid4().hex}.tmp"
+        self._fs.mv(path, old)
+        try:
+            self._fs.mv(temporary, path)
+        except BaseException:
+            self._fs.mv(old, path)
+            raise
+        with contextlib.suppress(Exception):
+            self._fs.rm_file(old)
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(name))
 
+    def uploads(self) -> list[tuple[str, str]]:
+        return []
+
+    def abort_upload(self, name: str, upload: str) -> None:
+        raise NotImplementedError
+
     def commits(self) -> list[Commit]:
         found = []
         for entry in self._ls(self._root):
             if entry["type"] == "directory":
                 path = f"{entry['name'].rstrip('/')}/.metadata"
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.info(path)
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    if self._fs.info(path)["type"] == "directory":
+                        continue
                     found.append(Commit(self._name(entry), self._modified(path)))
         return found
 

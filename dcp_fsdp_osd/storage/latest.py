@@ -76,4 +76,6 @@ def _commits(session: Session) -> list[Commit]:
 
 def natural(name: str) -> list[tuple[int, str]]:
     """A key that sorts the numbers in names as numbers."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]

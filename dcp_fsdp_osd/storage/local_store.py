@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 import threading
@@ -18,6 +19,8 @@ from dcp_fsdp_osd.storage.memory import copy_bytes
 from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig
 
 __all__ = ["LocalStore"]
+
+logger = logging.getLogger(__name__)
 
 _IOV_MAX = 1024  # pieces of one pwritev, on Linux and macOS
 # Linux moves at most 2 GiB - 4 KiB in one call; the loops below continue after a short transfer.
@@ -72,12 +75,12 @@ class LocalStore:
 
     def create(self, name: str, part_size: int, parallel: int) -> _LocalUpload:
         path = self._root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent, self._fsync)
         return _LocalUpload(path, self._fsync)
 
     def put(self, name: str, data: bytes, *, exclusive: bool) -> None:
         path = self._root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent, self._fsync)
         if not data and not exclusive:
             path.touch()  # a note to others who save now: it need not outlive a crash
             return
@@ -102,12 +105,28 @@ class LocalStore:
             with contextlib.suppress(FileNotFoundError):
                 (self._root / name).unlink()
 
+    def uploads(self) -> list[tuple[str, str]]:
+        return []
+
+    def abort_upload(self, name: str, upload: str) -> None:
+        raise NotImplementedError
+
     def commits(self) -> list[Commit]:
         found = []
         if self._root.is_dir():
             for path in self._root.iterdir():
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    found.append(Commit(path.name, (path / ".metadata").stat().st_mtime_ns / 1e9))
+                try:
+                    about = (path / ".metadata").stat()
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                except OSError as error:
+                    # A folder of another user, or a loop of links: no checkpoint of ours.
+                    if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP):
+                        raise
+                    logger.warning("%s: not looked at: %s", path, error.strerror)
+                    continue
+                if stat.S_ISREG(about.st_mode):
+                    found.append(Commit(path.name, about.st_mtime_ns / 1e9))
         return found
 
     def is_transient(self, error: BaseException) -> bool:
@@ -229,6 +248,19 @@ def _rename_exclusive(source: Path, target: Path) -> None:
         source.replace(target)
     else:
         source.unlink()
+
+
+def _make_folder(path: Path, fsync: bool) -> None:
+    """Make a folder and those above it; with `fsync` their entries are on the disk."""
+    missing = []
+    above = path
+    while not above.exists():
+        missing.append(above)
+        above = above.parent
+    path.mkdir(parents=True, exist_ok=True)
+    if fsync:
+        for made in reversed(missing):
+            _sync_folder(made.parent)
 
 
 def _sync_folder(path: Path) -> None:

@@ -132,7 +132,9 @@ class ScratchPool:
         pinned = device is not None and device.type == "cuda"
         if size <= self._size and self._idle[pinned]:
             return self._idle[pinned].pop()
-        return torch.empty(max(size, self._size), dtype=torch.uint8, pin_memory=pinned)
+        return torch.empty(
+            max(size, self._size), dtype=torch.uint8, device="cpu", pin_memory=pinned
+        )
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back.  Nothing may read or write it any more."""

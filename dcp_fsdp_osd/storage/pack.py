@@ -130,11 +130,18 @@ def pack(
         data = planner.resolve_data(item)
         begin = packer.position
         if isinstance(data, torch.Tensor):
+            _check_loadable(item, data)
             if is_plain(data):
                 entry = yield from _pack_tensor(packer, item, data, checksum, scratch)
             else:
                 buffer = io.BytesIO()
-                torch.save(data, buffer)
+                try:
+                    torch.save(data, buffer)
+                except Exception as error:
+                    raise StorageError(
+                        f"{item.index.fqn}: torch.save cannot write this {type(data).__name__}: "
+                        f"{error}"
+                    ) from error
                 entry = yield from _pack_bytes(packer, buffer, KIND_OPAQUE, checksum)
         elif isinstance(data, io.BytesIO):
             refused = refused_names(data)
@@ -226,7 +233,7 @@ def _pack_tensor(
     checksum: Checksum | None,
     scratch: ScratchPool,
 ) -> Generator[Chunk, None, EntryInfo]:
-    tensor = tensor.detach()
+    tensor = _with_memory(item, tensor.detach())
     _check_shape(item, tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
     nbytes = tensor.numel() * tensor.element_size()
@@ -316,6 +323,42 @@ def _wait_for_device(tensor: torch.Tensor) -> None:
     event = torch.Event(tensor.device)
     event.record()
     event.synchronize()
+
+
+def _check_loadable(item: WriteItem, tensor: torch.Tensor) -> None:
+    problem = ""
+    if tensor.device.type == "meta":
+        problem = "it is on the meta device and has no values; materialize it,"
+    elif tensor.layout != torch.strided:
+        problem = f"its layout is {tensor.layout}, which no reader takes apart; save its parts,"
+    if problem:
+        raise StorageError(
+            f"{item.index.fqn}: expected a tensor with strides and memory, found a tensor of shape "
+            f"{tuple(tensor.shape)} that could not be loaded: {problem} or leave it out of the "
+            "state dict"
+        )
+
+
+def _with_memory(item: WriteItem, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its values where autograd holds zeros without memory.
+
+    Raises:
+        StorageError: its memory was freed.
+    """
+    if tensor.numel() == 0:
+        return tensor
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    found = tensor.untyped_storage().nbytes()
+    if found < needed:
+        raise StorageError(
+            f"{item.index.fqn}: a tensor of shape {tuple(tensor.shape)} needs {needed} bytes of "
+            f"storage, found {found}: its memory was freed (FSDP frees that of unsharded "
+            "parameters between uses). Save the sharded state, or inside of summon_full_params."
+        )
+    if tensor.is_cpu and tensor.data_ptr() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+    return tensor
 
 
 def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -30,7 +31,7 @@ class Progress:
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
-        if self._enabled and self._rank == 0 and sys.stderr.isatty():
+        if self._enabled and self._rank == 0 and _in_terminal():
             try:
                 from tqdm import tqdm
             except ImportError:
@@ -45,9 +46,10 @@ class Progress:
         if kind is None:
             self._total = self._done
         if self._bar is not None:
-            self._bar.total = self._total
-            self._bar.refresh()
-            self._bar.close()
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.total = self._total
+                self._bar.refresh()
+                self._bar.close()
         elif self._enabled:
             self._log(ended=kind is None)
 
@@ -55,7 +57,8 @@ class Progress:
         """`count` more bytes are done."""
         self._done += count
         if self._bar is not None:
-            self._bar.update(count)
+            with contextlib.suppress(OSError, ValueError):  # the terminal has gone
+                self._bar.update(count)
         elif self._enabled and time.monotonic() - self._logged > _LOG_EVERY:
             self._log()
 
@@ -65,17 +68,26 @@ class Progress:
         rate = self._done / seconds
         left = max(self._total - self._done, 0) / rate if rate else float("inf")
         percent = 100 if ended else min(99, 100 * self._done // max(self._total, 1))
-        logger.info(
-            "%s: rank %d: %d %%, %.1f of %.1f MB, %.1f MB/s, %.0f s left",
-            self._what, self._rank, percent,
-            self._done / 1e6, self._total / 1e6, rate / 1e6, left,
-        )  # fmt: skip
+        with contextlib.suppress(OSError, ValueError):  # of a handler whose stream is closed
+            logger.info(
+                "%s: rank %d: %d %%, %.1f of %.1f MB, %.1f MB/s, %.0f s left",
+                self._what, self._rank, percent,
+                self._done / 1e6, self._total / 1e6, rate / 1e6, left,
+            )  # fmt: skip
 
     def _say_how_to_see_it(self) -> None:
         if not logger.isEnabledFor(logging.INFO):
-            logger.warning(
-                "progress=True: this is no terminal with a bar (of the package tqdm), so progress "
-                "is logged, by the logger %r at level INFO, which is not shown now: "
-                "logging.basicConfig(level=logging.INFO) shows it",
-                logger.name,
-            )
+            with contextlib.suppress(OSError, ValueError):
+                logger.warning(
+                    "progress=True: this is no terminal with a bar (of the package tqdm), so "
+                    "progress is logged, by the logger %r at level INFO, which is not shown now: "
+                    "logging.basicConfig(level=logging.INFO) shows it",
+                    logger.name,
+                )
+
+
+def _in_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, OSError, ValueError):  # None, or closed
+        return False

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import random
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -43,7 +45,7 @@ def s3fs_options(config: StoreConfig) -> dict[str, Any]:
     seconds = request_seconds(config)
     defaults: dict[str, Any] = {
         "connect_timeout": min(10.0, seconds),
-        "read_timeout": seconds,
+        "read_timeout": upload_seconds(config),  # shorter ones are ours, which know of progress
         "max_pool_connections": config.concurrency + 2,
         "retries": {"total_max_attempts": 1},
     }
@@ -57,6 +59,28 @@ def s3fs_options(config: StoreConfig) -> dict[str, Any]:
 def request_seconds(config: StoreConfig) -> float:
     """Time limit of one request."""
     return max(config.stall_seconds / 3, 0.1)
+
+
+def upload_seconds(config: StoreConfig) -> float:
+    """Time limit of a request that carries a part; less than the stall limit, so that it is tried
+    again before that.
+    """
+    return max(config.stall_seconds * 0.9, 0.1)
+
+
+class _Life:
+    """When something was last heard of a request."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._last = time.monotonic()
+
+    def sign(self) -> None:
+        self._last = time.monotonic()
+
+    def left(self) -> float:
+        """Seconds until its silence has lasted too long."""
+        return self._last + self.seconds - time.monotonic()
 
 
 class S3fsStore:
@@ -74,6 +98,7 @@ class S3fsStore:
 
     def __init__(self, config: StoreConfig, fs: Any, path: str) -> None:
         self._seconds = request_seconds(config)
+        self._upload_seconds = upload_seconds(config)
         self._fs = fs
         fs.retries = 1
         # A '?versionId=' in a folder's name is a part of it.
@@ -83,20 +108,38 @@ class S3fsStore:
 
     def call(self, method: str, **kwargs: Any) -> Any:
         """One S3 API call on this bucket; blocks."""
-        return self.run(lambda: self._fs._call_s3(method, Bucket=self.bucket, **kwargs))
+        # While a body is sent nothing is heard of it, and sixteen parts share one slow line.
+        seconds = self._upload_seconds if "Body" in kwargs else self._seconds
+        return self.run(
+            lambda: self._fs._call_s3(method, Bucket=self.bucket, **kwargs), _Life(seconds)
+        )
 
-    def run(self, start: Callable[[], Awaitable[T]]) -> T:
-        """Run a coroutine on s3fs's loop, within the time limit of one request."""
+    def run(self, start: Callable[[], Awaitable[T]], life: _Life | None = None) -> T:
+        """Run a coroutine on s3fs's loop for as long as `life` shows signs of life."""
+        alive = life or _Life(self._seconds)
 
         async def limited() -> T:
-            return await asyncio.wait_for(start(), self._seconds)
+            task = asyncio.ensure_future(start())
+            try:
+                while not task.done():
+                    left = alive.left()
+                    if left <= 0:
+                        raise TimeoutError(f"nothing was heard for {alive.seconds:.1f} s")
+                    await asyncio.wait({task}, timeout=left)
+                return task.result()
+            finally:
+                task.cancel()
 
         future = asyncio.run_coroutine_threadsafe(limited(), self._fs.loop)
-        try:
-            return future.result(self._seconds + 5)
-        except (asyncio.TimeoutError, concurrent.futures.TimeoutError):
-            future.cancel()
-            raise TimeoutError(f"no answer within {self._seconds:.1f} s") from None
+        while True:
+            try:
+                return future.result(max(alive.left(), 0) + 5)
+            except (TimeoutError, concurrent.futures.TimeoutError):
+                if future.done():
+                    raise
+                if alive.left() < -4:  # the loop itself hangs
+                    future.cancel()
+                    raise TimeoutError("s3fs's event loop does not run") from None
 
     def joined(self, pieces: Sequence[memoryview]) -> bytearray:
         """`pieces`, one after the other, in a buffer that :meth:`give_back` may get again."""
@@ -140,10 +183,11 @@ class S3fsStore:
             except BaseException:
                 response["Body"].close()
                 raise
-            await _receive(response, _Filler(pieces), size)
+            await _receive(response, _Filler(pieces), size, life)
 
+        life = _Life(self._seconds)
         try:
-            self.run(read)
+            self.run(read, life)
         except OSError as error:
             if "InvalidRange" in _codes(error):
                 raise EOFError("the range begins behind the end of the file") from error
@@ -162,10 +206,11 @@ class S3fsStore:
                 response["Body"].close()
                 return size, None
             data = bytearray(size)
-            await _receive(response, _Filler([memoryview(data)]), size)
+            await _receive(response, _Filler([memoryview(data)]), size, life)
             return size, data
 
-        size, data = self.run(begin)
+        life = _Life(self._seconds)
+        size, data = self.run(begin, life)
         if size > limit:
             raise StorageError(f"{name} has {size} bytes; at most {limit} are read")
         if data is None:
@@ -202,15 +247,28 @@ class S3fsStore:
             return
         try:
             self.call("put_object", Key=self.key(name), Body=data, IfNoneMatch="*")
+            return
         except OSError as error:
-            if _codes(error) & {"PreconditionFailed", "412"}:
-                raise FileExistsError(name) from error
-            if not _codes(error) & {"NotImplemented", "501"}:
+            codes = _codes(error)
+            if not codes & {"PreconditionFailed", "412", "NotImplemented", "501"}:
                 raise
-            with contextlib.suppress(FileNotFoundError):
-                self.size(name)
-                raise FileExistsError(name) from None
-            self.call("put_object", Key=self.key(name), Body=data)
+        # Not under `except`, where a new error would take on the status of the old one.
+        with contextlib.suppress(FileNotFoundError):
+            self.size(name)
+            raise FileExistsError(name)
+        if codes & {"PreconditionFailed", "412"}:
+            raise ConnectionError(f"the server says that {name} exists, and that it does not")
+        self.call("put_object", Key=self.key(name), Body=data)
+
+    def uploads(self) -> list[tuple[str, str]]:
+        key = len(self._prefix)
+        page = self.call("list_multipart_uploads", Prefix=self._prefix)
+        found = [(str(each["Key"])[key:], each["UploadId"]) for each in page.get("Uploads", ())]
+        return [(name, upload) for name, upload in found if "/" not in name]
+
+    def abort_upload(self, name: str, upload: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.call("abort_multipart_upload", Key=self.key(name), UploadId=upload)
 
     def delete(self, names: Iterable[str]) -> None:
         keys = [{"Key": self.key(name)} for name in names]
@@ -229,11 +287,22 @@ class S3fsStore:
         found = []
         for folder in folders:
             try:
-                head = self.call("head_object", Key=self.key(f"{folder}/.metadata"))
+                head = self._look(f"{folder}/.metadata")
             except FileNotFoundError:
                 continue
             found.append(Commit(folder, head["LastModified"].timestamp()))
         return found
+
+    def _look(self, name: str) -> Any:
+        """A HEAD that is repeated by itself, so that one error does not begin a scan anew."""
+        for attempt in range(5):
+            try:
+                return self.call("head_object", Key=self.key(name))
+            except Exception as error:
+                if attempt == 4 or not self.is_transient(error):
+                    raise
+                time.sleep(random.uniform(0, 0.1 * 2**attempt))
+        raise AssertionError("unreachable")
 
     def is_transient(self, error: BaseException) -> bool:
         codes = _codes(error)
@@ -328,11 +397,12 @@ class _S3Upload:
             )
 
 
-async def _receive(response: Any, into: _Filler, size: int) -> None:
+async def _receive(response: Any, into: _Filler, size: int, life: _Life) -> None:
     body = response["Body"]
     try:
         while data := await body.read(_CHUNK):
             into.add(data)
+            life.sign()
     finally:
         body.close()
     if into.size != size:

@@ -152,6 +152,12 @@ class Store(Protocol):
     def delete(self, names: Iterable[str]) -> None:
         """Delete files; missing ones are no error."""
 
+    def uploads(self) -> list[tuple[str, str]]:
+        """Name and id of the multipart uploads under way directly in the folder, up to 1000."""
+
+    def abort_upload(self, name: str, upload: str) -> None:
+        """Abort one of :meth:`uploads`; one that is over is no error."""
+
     def commits(self) -> list[Commit]:
         """The ``.metadata`` files one folder below this one."""
 

@@ -176,6 +176,7 @@ class Pool:
         self._what = what
         self._stats = stats
         self._pending: set[Future[Any]] = set()
+        self._patience = 1
         self._stop = threading.Event()
         self._abandoned = False
         self._workers = Workers(threads, "dcp_fsdp_osd")
@@ -205,8 +206,13 @@ class Pool:
         """Tasks submitted and not collected yet."""
         return len(self._pending)
 
-    def submit(self, call: Callable[[], Any]) -> None:
-        """Run `call` on a thread.  Its result comes out of :meth:`poll`."""
+    def submit(self, call: Callable[[], Any], *, patience: int = 1) -> None:
+        """Run `call` on a thread.  Its result comes out of :meth:`poll`.
+
+        Calls that take long without a sign of life, as an fsync does, have `patience` times the
+        stall limit, and so have all that are submitted after them.
+        """
+        self._patience = max(self._patience, patience)
         self._pending.add(self._workers.submit(call))
 
     def poll(self, *, block: bool) -> list[Any]:
@@ -214,10 +220,11 @@ class Pool:
         if not self._pending:
             return []
         done: set[Future[Any]] = set()
+        stall = self._stall * self._patience
         while not done:
             retries = self._stats.retries
             done, self._pending = wait(
-                self._pending, self._stall if block else 0, return_when=FIRST_COMPLETED
+                self._pending, stall if block else 0, return_when=FIRST_COMPLETED
             )
             if not block:
                 break
@@ -226,7 +233,7 @@ class Pool:
                 self._abandoned = True
                 self._stop.set()
                 raise StorageError(
-                    f"{self._what}: nothing was transferred for {self._stall:.0f} s; the storage "
+                    f"{self._what}: nothing was transferred for {stall:.0f} s; the storage "
                     "accepts requests and does not answer them"
                 )
         results = []

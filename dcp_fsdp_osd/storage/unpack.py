@@ -126,7 +126,7 @@ class Item:
             )
         self.tensor = tensor
         if not is_plain(tensor):
-            self.staged = torch.empty(tuple(self.read.lengths), dtype=DTYPES[dtype])
+            self.staged = torch.empty(tuple(self.read.lengths), dtype=DTYPES[dtype], device="cpu")
             self.view = view_bytes(self.staged)
         elif tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == DTYPES[dtype]:
             self.view = view_bytes(tensor)
@@ -396,7 +396,7 @@ def _unsafe_names(data: bytearray, error: Exception) -> str:
 
 def _payload(data: bytearray, plain: ForeignTensor) -> torch.Tensor:
     if plain.nbytes == 0:
-        return torch.empty(plain.sizes, dtype=DTYPES[plain.dtype])
+        return torch.empty(plain.sizes, dtype=DTYPES[plain.dtype], device="cpu")
     payload = bytearray(memoryview(data)[plain.payload : plain.payload + plain.nbytes])
     return torch.frombuffer(payload, dtype=DTYPES[plain.dtype]).view(plain.sizes)
 

@@ -34,6 +34,7 @@ __all__ = ["StreamingWriter"]
 _LOCAL_PART = 32 << 20
 _REMOTE_PART = 8 << 20
 _LOCAL_THREADS = 2  # one writes while the other's part is hashed
+_COMPLETE = 10  # an fsync writes out what others wrote too, and says nothing meanwhile
 _FILES = 4
 _FILE_BYTES = 64 << 20  # a rank begins a second file when it has about this much for each
 
@@ -384,7 +385,8 @@ class StreamingWriter(HasRole, StorageWriter):
                         f"complete {name}",
                         stats,
                         pool.stopped,
-                    )
+                    ),
+                    patience=_COMPLETE,
                 )
             pool.drain()
         return results

@@ -100,6 +100,12 @@ class ScriptedStore:
             with self._script.step("delete", name):
                 self._store.delete([name])
 
+    def uploads(self) -> list[tuple[str, str]]:
+        return self._store.uploads()
+
+    def abort_upload(self, name: str, upload: str) -> None:
+        self._store.abort_upload(name, upload)
+
     def commits(self) -> list[Commit]:
         return self._store.commits()
 

@@ -88,9 +88,9 @@ def _rounds(rank: int, world_size: int, root: str, options: dict[str, Any], roun
     return won
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def s3() -> Iterator[S3Endpoint]:
-    with s3_server(memory=1 << 30) as server:
+    with s3_server(memory=8 << 30) as server:
         yield server
 
 
