@@ -140,9 +140,9 @@ class ParamLayout:
     def empty(self) -> bool:
         """This rank's local tensor has no element, while the parameter has some.
 
-        Most optimizers keep no state for it then; what others keep (Adagrad's ``step``) means
-        nothing to other ranks. A local tensor of nothing but padding is not empty: the
-        optimizer steps on it.
+        Most optimizers keep no state for it then; what others keep (Adagrad's ``step``) is no more
+        than other ranks have, or is this rank's alone (all of LBFGS's). A local tensor of nothing
+        but padding is not empty: the optimizer steps on it.
         """
         return (
             self.kind == "flat"
@@ -223,6 +223,9 @@ class FlatLayout:
             tied.setdefault(target, []).append(alias)
         object.__setattr__(self, "_ids", seen)
         object.__setattr__(self, "_tied", tied)
+        signatures = "".join(param.signature for param in self.params)
+        text = hashlib.sha256(signatures.encode()).hexdigest()[:16]
+        object.__setattr__(self, "_signature", text)
 
     def __repr__(self) -> str:
         kinds = collections.Counter(param.kind for param in self.params)
@@ -237,6 +240,13 @@ class FlatLayout:
         """Parameter id of each FQN."""
         ids: Mapping[str, int] = self.__dict__["_ids"]
         return ids
+
+    @property
+    def signature(self) -> str:
+        """Names exactly what this rank holds of all parameters: state that may depend on all of
+        it loads only where the signature is the same."""
+        found: str = self.__dict__["_signature"]
+        return found
 
     def check(self) -> None:
         """To be called where all ranks learn of one's error, before anything is saved or loaded.

@@ -185,7 +185,12 @@ class SavedParams:
     def opaque_keys(self, param: ParamLayout) -> dict[Path, str] | None:
         """State that this rank alone can load; None, and a problem, if it is only others'."""
         saved = self.index.opaque.get(param.fqns[0], {})
-        own = saved.get(param.signature, {})
+        own = {**saved.get(param.signature, {}), **saved.get(self.layout.signature, {})}
+        layouts = self.index.info.layouts if self.index.info is not None else None
+        if layouts is not None and self.layout.signature not in layouts:
+            number = self.layout.ids[param.fqns[0]]
+            if not all(self.quantized.owns(number, path) for path in own):
+                own = {}  # it may depend on all that the rank held
         if saved and not own and not (param.empty or self.quantized.without_elements(param)):
             info = self.index.info.opaque if self.index.info is not None else {}
             held = sorted({info.get(n, "?") for keys in saved.values() for n in keys.values()})

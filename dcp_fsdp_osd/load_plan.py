@@ -125,8 +125,9 @@ class _Planner:
             self.saved.misshapen(param, sources, {}, whole=True)
             if self._unusable(number, param, self.saved.keys(sources).values()) or quantized:
                 self.result.keep.add(number)
-        for fqn in self.index.opaque:
-            self.problems.append(f"{fqn}: has state that was saved per rank, as no whole tensor")
+        for fqn, found in self.index.opaque.items():
+            name = fqn or dotted(next(p for paths in found.values() for p in paths))
+            self.problems.append(f"{name}: has state that was saved per rank, as no whole tensor")
         self.optim_class.warn(self.key)
 
     def plan(self) -> None:
@@ -163,7 +164,9 @@ class _Planner:
             self.result.keep.add(number)
             return []
         sources = {fqn: name for fqn, name in sources.items() if fqn not in wrong}
-        if not (sources or opaque) or param.empty or self.saved.was_absent(param, sources):
+        if param.empty:
+            sources = {}  # but for what this rank alone has there
+        if not (sources or opaque) or self.saved.was_absent(param, sources):
             return []
         if self._unusable(number, param, [*self.saved.keys(sources).values(), *opaque]):
             self.result.keep.add(number)
@@ -357,7 +360,8 @@ class _Planner:
         if storage is None:
             self.result.leaves.append(Leaf("object", number, name, path, {name: key}))
             return [object_item(key)]
-        leaf = self._leaf("whole", number, name, path, {name: key}, storage)
+        kind = "whole" if storage.size or number is None else "scalar"
+        leaf = self._leaf(kind, number, name, path, {name: key}, storage)
         return self._read(leaf, key, storage, [(None, whole_chunk(storage))])
 
     def _check_live(

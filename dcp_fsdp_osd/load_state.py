@@ -95,6 +95,7 @@ class OptimLoad:
         self._scalars_in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def plan(self) -> LoadSchedule:
+        lost = self._take_own()
         self.schedule = plan_load(
             self.target,
             self.index,
@@ -104,9 +105,35 @@ class OptimLoad:
             quantized=self.quantized,
             optim_class=self.optim_class,
         )
+        self.schedule.problems += lost
         if self.index.knows_containers:
             self._check_keys()
         return self.schedule
+
+    def _take_own(self) -> list[str]:
+        """Find what this rank saved of no parameter as its own; a line for each that it cannot."""
+        lost: list[str] = []
+        user = set(self.index.info.user if self.index.info is not None else ())
+        for name, found in self.index.opaque.items():
+            if name and (self.layout.resolve(name) is not None or name not in user):
+                continue  # of a parameter
+            own = found.get(self.layout.signature)
+            if own is None:
+                for path in dict.fromkeys(p for paths in found.values() for p in paths):
+                    label = dotted((name, *path) if name else path)
+                    lost.append(
+                        f"{label}: saved per rank, as it differed between ranks; this rank held "
+                        f"something else of the model, or did not take part. Load at the world "
+                        f"size and wrapping of the save"
+                    )
+            for path, key in (own or {}).items():
+                if name:
+                    self.index.state.setdefault(name, {})[path] = key
+                elif path[0] == "param_groups":
+                    self.index.groups.setdefault(path[1], {})[path[2:]] = key
+                else:
+                    self.index.extra[path] = key
+        return lost
 
     def _check_keys(self) -> None:
         """An optimizer does not find what is loaded under another key than its own."""
@@ -385,7 +412,7 @@ class OptimLoad:
             kept = old.get(ids.get(number))
             if number in self.schedule.keep:
                 values = kept
-            elif param.empty:
+            elif param.empty and number not in leaves_of:
                 values = self._initial(number, kept)
             else:
                 values = {} if kept is None or self.strict else text_keys(kept)

@@ -76,7 +76,8 @@ class FlatModelState(NotADict, Stateful):
     Tensors are the model's own, full precision (``MixedPrecision`` and CPU offload do not
     matter). They are loaded in place, cast to the model's dtype where it differs, as by
     ``load_state_dict``. Tied parameters are saved under each of their names; of these the first
-    that the checkpoint has is loaded. Buffers that differ between ranks are saved from one.
+    that the checkpoint has is loaded. Buffers that differ between ranks are saved from one,
+    with a warning.
 
     Replaces ``FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)``.
     """

@@ -77,6 +77,9 @@ class SaveEntries:
         user: names in ``state`` that are no parameter's.
         opaque: path of per-rank state -> what part of the model it is of.
         opaque_of: keys that this state would have if it were no per-rank state.
+        empties: for each parameter without elements here: key of each state of it (in ``opaque``)
+            -> the key that others have it under.
+        whole: paths in ``plain`` of tensors that are whole though their parameter is cut.
         odd, placed: as in ``SavedInfo``.
         containers: the mappings below the optimizer that are not dicts with text for keys.
         quantized: what of the above is quantized in blocks.
@@ -94,6 +97,8 @@ class SaveEntries:
     user: list[str] = field(default_factory=list)
     opaque: dict[Path, str] = field(default_factory=dict)
     opaque_of: list[str] = field(default_factory=list)
+    empties: list[dict[str, str]] = field(default_factory=list)
+    whole: list[Path] = field(default_factory=list)
     odd: list[str] = field(default_factory=list)
     containers: Containers = field(default_factory=Containers)
     placed: dict[str, str] = field(default_factory=dict)
@@ -174,16 +179,41 @@ def _save_states(
                     f"{dotted(key)}: expected one state per parameter, found that {name!r} and "
                     f"{stateful[fqn]!r} are both of {fqn!r}"
                 )
-        found = list(leaves(state)) if not param.empty else []
+        found = list(leaves(state))
+        if param.empty:
+            _save_empty(param, found, layout.signature, key, entries)
+            found = []
         for path, value in found:
             _save_leaf(param, path, value, key, entries)
-        if found:
-            stateful.update(dict.fromkeys(param.fqns, name))
+        if found or param.empty:
             for fqn in param.fqns:
                 above = ("state", fqn)
                 entries.containers.update(containers_of(state, (*key, *above), path=above))
+        if found:
+            stateful.update(dict.fromkeys(param.fqns, name))
     entries.containers.update(containers_of(user, (*key, "state"), path=("state",)))
     return stateful
+
+
+def _save_empty(
+    param: ParamLayout,
+    found: Sequence[tuple[Path, Any]],
+    signature: str,
+    key: Path,
+    entries: SaveEntries,
+) -> None:
+    """State of a parameter of which this rank has no element: nobody else's."""
+    own: dict[str, str] = {}
+    for path, value in found:
+        name = _opaque_path(key, param, signature, path)
+        entries.plain[name] = value
+        entries.opaque[name] = param.describe()
+        shared = dotted(_state_path(key, param.fqns[0], path))
+        own[dotted(name)] = shared
+        if isinstance(value, torch.Tensor) and value.dim() and value.numel():
+            entries.opaque_of.append(shared)  # no piece of this parameter
+    if own:
+        entries.empties.append(own)
 
 
 def _param_of(name: Any, layout: FlatLayout) -> ParamLayout | None:
@@ -245,12 +275,10 @@ def _save_leaf(param: ParamLayout, path: Path, value: Any, key: Path, entries: S
     distributed = isinstance(value, DTensor | ShardedTensor)
     if is_tensor and is_wrapper(local_part(value)):
         place = _state_path(key, param.fqns[0], path)
-        opaque_place = _opaque_path(key, param, path)
+        opaque_place = _opaque_path(key, param, param.signature, path)
         add_quantized(entries, param, path, value, place=place, opaque_place=opaque_place)
         return
-    if isinstance(value, DTensor):
-        _check_dtensor(dotted(_state_path(key, param.fqns[0], path)), value)
-    if param.kind == "dtensor" and is_tensor:
+    if is_tensor:
         _save_placement(param, _state_path(key, param.fqns[0], path), value, entries)
     opaque = param.sharded and not is_tensor and holds_tensor(value)
     if distributed or (is_tensor and not value.dim()) or not (is_tensor or opaque):
@@ -268,6 +296,8 @@ def _save_leaf(param: ParamLayout, path: Path, value: Any, key: Path, entries: S
     ):
         name = _state_path(key, param.fqns[0], path)
         entries.plain[name] = value
+        if param.kind == "flat":
+            entries.whole.append(name)
         if tuple(value.shape) != param.shapes[0]:
             entries.odd.append(dotted(name))
     elif param.kind == "named":
@@ -277,7 +307,7 @@ def _save_leaf(param: ParamLayout, path: Path, value: Any, key: Path, entries: S
             f"{tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__}"
         )
     else:
-        name = _opaque_path(key, param, path)
+        name = _opaque_path(key, param, param.signature, path)
         entries.plain[name] = value
         entries.opaque[name] = param.describe()
         entries.opaque_of.append(dotted(_state_path(key, param.fqns[0], path)))
@@ -299,7 +329,11 @@ def _check_dtensor(name: str, value: DTensor) -> None:
 def _save_placement(
     param: ParamLayout, place: Path, value: torch.Tensor, entries: SaveEntries
 ) -> None:
-    """Record how a value lies, if not as the parameter does or as a load would take it to lie."""
+    """Record how a value lies, if not as a DTensor parameter does or as a load would take it."""
+    if isinstance(value, DTensor):
+        _check_dtensor(dotted(place), value)
+    if param.kind != "dtensor":
+        return
     like = tuple(value.shape) == param.shapes[0]
     if isinstance(value, DTensor):
         text = placement_text(value)
@@ -315,8 +349,8 @@ def _state_path(key: Path, fqn: str, path: Path) -> Path:
     return (*key, "state", fqn, *path)
 
 
-def _opaque_path(key: Path, param: ParamLayout, path: Path) -> Path:
-    return (*opaque_prefix(key), param.fqns[0], param.signature, *path)
+def _opaque_path(key: Path, param: ParamLayout, signature: str, path: Path) -> Path:
+    return (*opaque_prefix(key), param.fqns[0], signature, *path)
 
 
 def _numel(shape: Sequence[int]) -> int:

@@ -22,20 +22,33 @@ __all__ = ["MergedGroup", "SavedGroups", "match_groups", "merge_groups"]
 
 @dataclass
 class MergedGroup:
-    """One param group of a checkpoint: rank ``rank`` writes its group ``number`` with ``fqns``."""
+    """One param group of a checkpoint: rank ``rank`` writes its group ``number`` with ``fqns``.
+
+    Attributes:
+        members: the groups, by rank and number, that were merged.
+        varying: options that are not the same in all of them, and are kept per rank.
+    """
 
     rank: int
     number: int
     fqns: list[str]
     options: Mapping[str, str]
+    members: dict[tuple[int, int], Mapping[str, str]] = field(default_factory=dict)
+    varying: set[str] = field(default_factory=set)
 
 
-def merge_groups(ranks: Sequence[Sequence[GroupInfo]], key: str) -> list[MergedGroup]:
+def merge_groups(
+    ranks: Sequence[Sequence[GroupInfo]], key: str, signatures: Sequence[str] = ()
+) -> list[MergedGroup]:
     """One list of param groups from those of all ranks.
 
     The first rank's groups stand, in its order.  A further rank's group joins the one that
     shares an FQN with it, else one with equal options (the same number first), else is appended:
     ranks may order their groups differently or own different FQNs (pipeline stages).
+
+    Args:
+        signatures: of each rank's layout. An option may differ between ranks of different ones, if
+            each group that has it is in one merged group.
 
     Raises:
         LayoutError: ranks give one FQN different options; lists FQN, option and ranks.
@@ -48,7 +61,7 @@ def merge_groups(ranks: Sequence[Sequence[GroupInfo]], key: str) -> list[MergedG
         for number, group in enumerate(groups):
             homes = sorted({place[fqn] for fqn in group.fqns if fqn in place})
             for home in homes:
-                conflicts += _differing(merged[home], group, rank)
+                conflicts += _differing(merged[home], group, rank, signatures, len(homes) == 1)
             options = frozenset(group.options.items())
             if not homes and rank > 0:
                 equal = alike.get(options, [])
@@ -57,6 +70,8 @@ def merge_groups(ranks: Sequence[Sequence[GroupInfo]], key: str) -> list[MergedG
                 homes = [len(merged)]
                 alike.setdefault(options, []).append(len(merged))
                 merged.append(MergedGroup(rank, number, [], group.options))
+            for home in homes:
+                merged[home].members[rank, number] = group.options
             for fqn in group.fqns:
                 if fqn not in place:
                     place[fqn] = homes[0]
@@ -69,17 +84,24 @@ def merge_groups(ranks: Sequence[Sequence[GroupInfo]], key: str) -> list[MergedG
     return merged
 
 
-def _differing(home: MergedGroup, group: GroupInfo, rank: int) -> list[str]:
-    names = sorted(home.options.keys() | group.options.keys())
-    differ = [n for n in names if home.options.get(n) != group.options.get(n)]
-    if not differ:
-        return []
+def _differing(
+    home: MergedGroup, group: GroupInfo, rank: int, signatures: Sequence[str], alone: bool
+) -> list[str]:
+    """Lines of options that differ and cannot be kept per rank; others become ``varying``."""
+    lines: dict[str, str] = {}
     there = set(home.fqns)
     shared = [fqn for fqn in group.fqns if fqn in there]
-    return [
-        f"{_some(shared)}: option {name!r} differs between ranks {home.rank} and {rank}"
-        for name in differ
-    ]
+    for (other, _), theirs in home.members.items():
+        own = alone and signatures and signatures[rank] != signatures[other]
+        for name in sorted(theirs.keys() | group.options.keys()):
+            if theirs.get(name) == group.options.get(name):
+                continue
+            if own and name in theirs and name in group.options:
+                home.varying.add(name)
+            else:
+                text = f"option {name!r} differs between ranks {other} and {rank}"
+                lines.setdefault(name, f"{_some(shared)}: {text}")
+    return list(lines.values())
 
 
 @dataclass

@@ -7,7 +7,7 @@ import itertools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,13 +30,12 @@ from .quantized import QuantizedReport
 __all__ = [
     "Report",
     "agree_on_containers",
-    "check_kinds",
-    "check_scalars",
     "complement",
     "drop_overlaps",
     "fill_holes",
     "share_out",
     "tensor_data",
+    "warn_of_others",
 ]
 
 _ZEROS_AT_ONCE = 4 * 1024 * 1024  # elements of a box of zeros: bounds what resolve_data allocates
@@ -59,6 +58,10 @@ class Report:
     containers: Containers = field(default_factory=Containers)
     placed: dict[str, str] = field(default_factory=dict)
     scalars: dict[str, str] = field(default_factory=dict)  # key -> digest
+    empties: list[dict[str, str]] = field(default_factory=list)
+    heads: dict[str, str] = field(default_factory=dict)  # FQN -> first FQN of its flat parameter
+    signature: str = ""  # of the layout
+    depth: int = 1  # of the optimizer's path
     quantized: QuantizedReport = field(default_factory=QuantizedReport)
     optimizer: dict[str, Any] | None = None  # as of ``describe_optim``
     model: bool = False  # of a model, which has no groups and whose values may differ
@@ -70,20 +73,22 @@ def tensor_data(item: WriteItem) -> TensorWriteData:
     return item.tensor_data
 
 
-def check_scalars(key: str, reports: Sequence[Report]) -> None:
-    values: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, report in enumerate(reports):
-        for name, value in report.scalars.items():
-            values[name][value].append(rank)
-    differ = [
-        f"{name}: ranks " + " / ".join(str(ranks) for ranks in found.values())
-        for name, found in sorted(values.items())
-        if len(found) > 1
-    ]
+def warn_of_others(digests: Sequence[Mapping[str, str]]) -> None:
+    """Warn of values that are no optimizer's, differ between ranks, and are saved from one rank.
+
+    No error: ranks of DDP have batch statistics of their own in every job.
+    """
+    ranks: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, found in enumerate(digests):
+        for name, value in found.items():
+            ranks[name][value].append(rank)
+    differ = [name for name, found in sorted(ranks.items()) if len(found) > 1]
     if differ:
-        raise LayoutError(
-            f"{key}: expected scalar state to be the same on every rank that has it, found "
-            f"{len(differ)} that differ:\n  " + listed(differ)
+        warnings.warn(
+            f"{len(differ)} values that differ between ranks are saved from one rank only, which a "
+            f"load gives to all: {', '.join(differ[:10])}{', ...' if len(differ) > 10 else ''}. To "
+            f"keep each rank's, put it under a key of its own, such as f'rng_{{rank}}'",
+            stacklevel=2,
         )
 
 
@@ -106,26 +111,6 @@ def agree_on_containers(key: str, all_of: Sequence[Containers]) -> Containers:
                 )
             agreed[path] = joined
     return agreed
-
-
-def check_kinds(key: str, reports: Sequence[Report]) -> None:
-    """One state must be cut like its parameter on all ranks or on none."""
-    cut: dict[str, list[int]] = defaultdict(list)
-    other: dict[str, list[int]] = defaultdict(list)
-    for rank, report in enumerate(reports):
-        for name in report.pieces:
-            cut[name].append(rank)
-        for name in [*report.opaque_of, *report.scalars]:
-            other[name].append(rank)
-    mixed = [
-        f"{name}: like the parameter's local piece on ranks {cut[name]}, not so on {other[name]}"
-        for name in sorted(cut.keys() & other.keys())
-    ]
-    if mixed:
-        raise LayoutError(
-            f"{key}: expected state to have the shape of the local piece on all ranks or on none, "
-            f"found:\n  " + listed(mixed)
-        )
 
 
 def drop_overlaps(reports: Sequence[Report], plans: list[SavePlan]) -> None:

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -49,17 +51,17 @@ from .optim_state import (
     without_guard,
 )
 from .param_groups import merge_groups
+from .per_rank import keep_per_rank, move
 from .quantized_save import agree_on_quantized
 from .roles import HasRole, check_key, check_optim, check_options
 from .save_agree import (
     Report,
     agree_on_containers,
-    check_kinds,
-    check_scalars,
     drop_overlaps,
     fill_holes,
     share_out,
     tensor_data,
+    warn_of_others,
 )
 from .saved_info import INFO_KEY, SavedInfo
 from .tree import (
@@ -68,6 +70,8 @@ from .tree import (
     digest_scalars,
     dotted,
     find_optim,
+    fingerprint,
+    leaves,
     lies_on_meta,
     with_optim_removed,
 )
@@ -82,6 +86,7 @@ class _LocalData:
 
     mappings: dict[str, Path]
     reports: dict[str, Report]
+    others: dict[str, str]
 
 
 @dataclass
@@ -178,8 +183,10 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
 
     def _reset(self) -> None:
         self._pieces: dict[MetadataIndex, torch.Tensor] = {}
+        self._locals: dict[str, torch.Tensor] = {}
         self._items: list[WriteItem] = []
         self._reports: dict[str, Report] = {}
+        self._others: dict[str, str] = {}  # key of what is no optimizer's -> digest
         self._final = _FinalData()
 
     def __repr__(self) -> str:
@@ -188,7 +195,15 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
     def __getstate__(self) -> dict[str, Any]:
         """Layouts and options; what a save is about is set up anew where it is unpickled."""
         state = dict(self.__dict__)
-        for name in ("state_dict", "plan", "global_plan", "metadata", "_pieces", "_items"):
+        for name in (
+            "state_dict",
+            "plan",
+            "global_plan",
+            "metadata",
+            "_pieces",
+            "_locals",
+            "_items",
+        ):
             state.pop(name, None)
         empty = {"_reports": {}, "_final": _FinalData(), "mappings": {}}
         return {**state, **empty, "_params": {}, "_in_use": None}
@@ -218,6 +233,13 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             layout.check()
             if key in self._params:
                 check_unwrapped(layout, [param() for param in self._params[key]])
+        without = sorted(dotted(path) for path, value in leaves(state_dict) if lies_on_meta(value))
+        if without:
+            raise LayoutError(
+                f"expected tensors with values, found {len(without)} on the meta device, which has "
+                f"none: {', '.join(without[:10])}. Materialize them (to_empty, and load or "
+                f"initialize), or leave them out"
+            )
         layouts = dict(self._layouts)
         optimizers: dict[str, dict[str, Any] | None] = {**self._optimizers}
         for path, _, guard in guarded(state_dict, OptimGuard):  # knows better than the planner
@@ -234,9 +256,6 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         rest = with_optim_removed(state_dict, taken)
         check_rest(rest, layouts, told=bool(self._layouts))
         super().set_up_planner(rest, storage_meta, is_coordinator)
-        for key, (path, value) in flat.items():
-            entries = save_entries(value, layouts[key], path)
-            self._add(key, len(path), entries, optimizers.get(key))
         for path, value in models:
             entries = model_entries(value, path)
             report = Report(
@@ -248,12 +267,32 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             )
             self._add_values(entries, report, len(path))
             self._reports[dotted(path)] = report
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._others = {
+                name: fingerprint(value)
+                for name, value in self.state_dict.items()
+                if not (isinstance(value, DTensor | ShardedTensor) or lies_on_meta(value))
+            }
+        for key, (path, value) in flat.items():
+            entries = save_entries(value, layouts[key], path)
+            optimizer = optimizers.get(key)
+            self._add(key, len(path), entries, layout=layouts[key], optimizer=optimizer)
 
     def _add(
-        self, key: str, depth: int, entries: SaveEntries, optimizer: dict[str, Any] | None
+        self,
+        key: str,
+        depth: int,
+        entries: SaveEntries,
+        *,
+        layout: FlatLayout,
+        optimizer: dict[str, Any] | None,
     ) -> None:
         report = Report(
             stateless=entries.stateless,
+            empties=entries.empties,
+            heads={fqn: p.fqns[0] for p in layout.params if len(p.fqns) > 1 for fqn in p.fqns},
+            signature=layout.signature,
+            depth=depth,
             orders=entries.orders,
             parts=entries.parts,
             columns=entries.columns,
@@ -274,10 +313,12 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             quantized=entries.quantized,
             optimizer=optimizer,
         )
-        users = set(entries.user)
+        users, whole = set(entries.user), set(entries.whole)
         for where, value in entries.plain.items():  # belongs to no rank: the same everywhere
             plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-            if plain and where[depth] == "state" and where[depth + 1] in users:
+            extra = where[depth] not in ("state", "param_groups") and where not in entries.opaque
+            user = where[depth] == "state" and where[depth + 1] in users
+            if plain and (extra or user or where in whole):
                 report.scalars[dotted(where)] = digest(value)
         self._add_values(entries, report, depth + 1)
         self._reports[key] = report
@@ -289,6 +330,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             self.state_dict[dotted(path)] = value
         for path, (shape, local, pieces) in entries.pieces.items():
             name = self._claim(path)
+            self._locals[name] = local
             report.pieces[name] = str(path[depth])
             for piece in pieces:
                 view = piece.view(local)
@@ -307,19 +349,11 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """This rank's items: DCP's default ones, and its boxes."""
-        held = [*self.state_dict.items(), *((i.fqn, t) for i, t in self._pieces.items())]
-        without = sorted({name for name, value in held if lies_on_meta(value)})
-        if without:
-            raise LayoutError(
-                f"expected tensors with values, found {len(without)} on the meta device, which has "
-                f"none: {', '.join(without[:10])}. Materialize them (to_empty, and load or "
-                f"initialize), or leave them out"
-            )
         plan = super().create_local_plan()
         self.plan = dataclasses.replace(
             plan,
             items=[*plan.items, *self._items],
-            planner_data=_LocalData(dict(self.mappings), self._reports),
+            planner_data=_LocalData(dict(self.mappings), self._reports, self._others),
         )
         return watched(self._in_use.hold(self.plan), "save")
 
@@ -329,8 +363,8 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         """Agree over all ranks; on the coordinator alone.
 
         Raises:
-            LayoutError: scalars or group options differ between ranks, or elements of a state
-                tensor are held by no rank that takes part.
+            LayoutError: scalars or group options differ between ranks that hold the same part of
+                the model, or elements of a state tensor are held by no rank that takes part.
         """
         data = [plan.planner_data for plan in all_plans]
         if not all(isinstance(d, _LocalData) for d in data):
@@ -339,16 +373,17 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             dataclasses.replace(plan, planner_data=d.mappings)
             for plan, d in zip(all_plans, data, strict=True)
         ]
+        warn_of_others([d.others for d in data])
         finals = [_FinalData() for _ in plans]
         infos: dict[str, SavedInfo] = {}
         for key in dict.fromkeys(key for d in data for key in d.reports):
             reports = [d.reports.get(key, Report()) for d in data]
-            check_kinds(key, reports)
-            check_scalars(key, reports)
-            groups, containers = self._plan_groups(key, reports, plans, finals)
+            groups, containers, varying = self._plan_groups(key, reports, plans, finals)
             quantized, renamed = agree_on_quantized(key, [r.quantized for r in reports], plans)
-            for final, names in zip(finals, renamed, strict=True):
-                final.renamed.update(names)
+            kept, owners = keep_per_rank(key, reports, plans, _options(varying))
+            for final, *both in zip(finals, renamed, kept, strict=True):
+                for names in both:
+                    final.renamed.update(names)
             drop_overlaps(reports, plans)
             absent, zeros = fill_holes(key, reports, plans)
             finals[0].zeros |= zeros
@@ -361,7 +396,11 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 groups=groups,
                 user=sorted({name for r in reports for name in r.user}),
                 absent=absent,
-                opaque={k: v for r in reports for k, v in r.opaque.items()},
+                opaque={
+                    **{k: v for r in reports for k, v in r.opaque.items()},
+                    **owners,
+                    **varying,
+                },
                 odd=sorted({name for r in reports for name in r.odd}),
                 int_keys=[
                     list(map(str, path[1:]))
@@ -369,6 +408,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                     if path[:1] == ("state",) and all(type(k) is int for k in each.keys)
                 ],
                 containers=packed,
+                layouts=sorted({r.signature for r in reports}),
                 quantized=[vars(how) for how in quantized],
                 placed={k: v for r in reports for k, v in r.placed.items()},
                 optimizers=_distinct(r.optimizer for r in reports),
@@ -390,13 +430,16 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         reports: Sequence[Report],
         plans: list[SavePlan],
         finals: Sequence[_FinalData],
-    ) -> tuple[list[list[str]], Containers]:
+    ) -> tuple[list[list[str]], Containers, dict[str, str]]:
         """Let each merged param group be written whole, by one rank, under its merged number.
 
         Returns:
-            The FQNs of each group; and the mappings of all ranks, of groups under those numbers.
+            The FQNs of each group; the mappings of all ranks, of groups under those numbers; and
+            the keys of options that are kept per rank -> whose they are.
         """
-        merged = merge_groups([r.groups for r in reports], key)
+        merged = merge_groups([r.groups for r in reports], key, [r.signature for r in reports])
+        place = {member: i for i, group in enumerate(merged) for member in group.members}
+        owners: dict[str, str] = {}
         prefix = f"{key}.param_groups."
         number_of = {(g.rank, g.number): i for i, g in enumerate(merged)}
         for rank, plan in enumerate(plans):
@@ -413,10 +456,14 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                     continue
                 path = plan.planner_data[name]
                 depth = path.index("param_groups") + 1
-                number = number_of.get((rank, path[depth]))
-                if number is None:
+                number = place.get((rank, path[depth]))
+                varies = number is not None and path[depth + 1] in merged[number].varying
+                if number is None or not (varies or (rank, path[depth]) in number_of):
                     continue
-                new_path = (*path[:depth], number, *path[depth + 1 :])
+                new_path: Path = (*path[:depth], number, *path[depth + 1 :])
+                if varies:
+                    new_path = move(new_path, reports[rank])
+                    owners[dotted(new_path)] = f"rank {rank} of {len(reports)}"
                 new = dotted(new_path)
                 mappings[new] = new_path
                 finals[rank].renamed[new] = name
@@ -436,7 +483,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                     moved: Path = (*where[:1], to, *where[2:])
                     kept_containers[moved] = each
             shared.append(kept_containers)
-        return [g.fqns for g in merged], agree_on_containers(key, shared)
+        return [g.fqns for g in merged], agree_on_containers(key, shared), owners
 
     # ------------------------------------------------------------ writing
 
@@ -485,6 +532,8 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         if index.fqn in self._final.values:
             return self._final.values[index.fqn]
         name = self._final.renamed.get(index.fqn, index.fqn)
+        if name in self._locals and name != index.fqn:
+            return self._locals[name]
         return super().lookup_object(dataclasses.replace(index, fqn=name))
 
 
@@ -498,6 +547,11 @@ def _shard_item(index: MetadataIndex, view: torch.Tensor, shape: tuple[int, ...]
             size=torch.Size(shape),
         ),
     )
+
+
+def _options(keys: Iterable[str]) -> list[str]:
+    """Keys of options that are kept per rank, as they are without a rank's signature."""
+    return list(dict.fromkeys(f"param_groups{key.partition('.param_groups')[2]}" for key in keys))
 
 
 def _distinct(values: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:

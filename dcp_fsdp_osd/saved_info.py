@@ -44,6 +44,8 @@ class SavedInfo:
             differ in it.
         containers: mappings that are not dicts with text for keys (``containers.Container.pack``).
             None if it was not recorded.
+        layouts: what ranks held (``FlatLayout.signature``), all of which per-rank state may depend
+            on. None if it was not recorded.
     """
 
     groups: Sequence[Sequence[str]] | None = ()
@@ -56,6 +58,7 @@ class SavedInfo:
     placed: Mapping[str, str] = field(default_factory=dict)
     optimizers: Sequence[Mapping[str, Any]] = ()
     containers: Sequence[Sequence[Any]] | None = None
+    layouts: Sequence[str] | None = None
 
     @staticmethod
     def pack(infos: Mapping[str, SavedInfo]) -> tuple[str, ...]:

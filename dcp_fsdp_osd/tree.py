@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import io
 import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +24,7 @@ __all__ = [
     "digest_scalars",
     "dotted",
     "find_optim",
+    "fingerprint",
     "holds_tensor",
     "is_entered_list",
     "leaf_at",
@@ -162,6 +165,8 @@ def digest(value: Any) -> str:
 
 def _canonical(value: Any) -> bytes:  # noqa: PLR0911
     # Not pickle for all: its bytes depend on which parts are the same object.
+    if isinstance(value, DTensor):
+        return f"{value.placements}{tuple(value.shape)}".encode() + _canonical(value.to_local())
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu().contiguous()
         data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
@@ -175,10 +180,51 @@ def _canonical(value: Any) -> bytes:  # noqa: PLR0911
         return type(value).__name__.encode() + b"[" + b",".join(map(_canonical, value)) + b"]"
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return f"{type(value).__name__} {value!r}".encode()
-    try:
-        return pickle.dumps(value)
-    except Exception:  # what cannot be pickled is refused where it is written
-        return f"unpicklable {type(value).__qualname__}".encode()
+    for shared in (False, True):
+        with contextlib.suppress(Exception):  # what pickle refuses is refused when written
+            stream = io.BytesIO()
+            _Canonical(stream, shared=shared).dump(value)
+            return stream.getvalue()
+    return f"unpicklable {type(value).__qualname__}".encode()
+
+
+class _Canonical(pickle.Pickler):
+    """Equal bytes for equal objects, whatever parts of them are the same object.
+
+    Args:
+        shared: for objects that refer to themselves: parts that are the same object tell.
+    """
+
+    def __init__(self, stream: io.BytesIO, *, shared: bool) -> None:
+        super().__init__(stream, protocol=4)
+        self.fast = not shared
+        self._by_value = torch.Tensor if shared else (torch.Tensor, dict, set, frozenset)
+
+    def persistent_id(self, value: Any) -> bytes | None:
+        """What pickle would write anew for each equal object, or in any order, as its value."""
+        if not isinstance(value, self._by_value) or not (
+            isinstance(value, torch.Tensor) or type(value) in (dict, set, frozenset)
+        ):
+            return None
+        return _canonical(value)
+
+
+_SMALL = 1 << 20  # bytes of a tensor of which each counts
+
+
+def fingerprint(value: Any) -> str:
+    """As :func:`digest`, at the speed of memory for large tensors: of these the sum of every 256
+    elements' bits counts, so that values that change places within those go unnoticed."""
+    if not isinstance(value, torch.Tensor) or value.nbytes <= _SMALL:
+        return digest(value)
+    flat = value.detach().contiguous().view(-1)
+    flat = flat.view(_BITS[min(flat.element_size(), 8)])
+    whole = flat.numel() // 256 * 256
+    sums = flat[:whole].view(-1, 256).sum(dim=1, dtype=torch.int64)
+    return digest([str(value.dtype), tuple(value.shape), sums, flat[whole:]])
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_scalars(values: Mapping[Path, Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_tensors_within_tuples_are_per_rank(tmp_path: Path) -> None:
 
 
 def _user_tensor_differs(rank: int, world: int, path: str) -> None:
-    model, optim = make()
+    model, optim = make(strategy="NO_SHARD")  # ranks that hold the same
     optim.state["rng"] = {"t": torch.full((2,), float(rank))}
     save(model, optim, path)
 
@@ -174,13 +175,13 @@ def _coincidence(rank: int, world: int, path: str) -> None:
     optim.step()
     for state in optim.state.values():
         state["count"] = torch.ones(1)
-    save(model, optim, path)
+    with pytest.warns(UserWarning, match="count") if rank == 0 else contextlib.nullcontext():
+        save(model, optim, path)
+    assert_same(load(model, optim, path), optim.state_dict())
 
 
 def test_state_that_is_a_piece_on_one_rank_only(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="like the parameter's local piece on ranks") as caught:
-        run_ranks(_coincidence, 2, str(tmp_path))
-    assert caught.value.all_raised("LayoutError")
+    run_ranks(_coincidence, 2, str(tmp_path))
 
 
 # ---------------------------------------------------------------- memory order, aliasing
