@@ -399,3 +399,13 @@ def verify_after_training(bench: Bench) -> None:
     model, optim = make()
     train_steps(model, optim, 1)
     _assert_same(verify_optim_state(model, optim, bench.good))
+
+
+@mistake(
+    "the optimizer's own state dict, for the checkpoint's optimizer of another kind",
+    raises="",
+    says=r"(?s)momentum_buffer|SGD",
+)
+def load_into_another_kind_of_optimizer(bench: Bench) -> None:
+    model, optim = make(optim="momentum")
+    _load(bench, {"optim": {}}, FlatOptimLoadPlanner(model, optim))

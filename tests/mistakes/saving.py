@@ -306,3 +306,30 @@ def writer_without_path(bench: Bench) -> None:
     model, optim = make()
     planner = FlatOptimSavePlanner(model, optim)
     dcp.save({"optim": optim.state_dict()}, storage_writer=StreamingWriter(), planner=planner)
+
+
+@mistake("a tensor on the meta device", raises="LayoutError", says=r"meta")
+def meta_tensors(bench: Bench) -> None:
+    model, optim = make()
+    state = {"optim": optim.state_dict(), "extra": torch.empty(3, device="meta")}
+    _save(bench, state, FlatOptimSavePlanner(model, optim))
+
+
+@mistake(
+    "a lambda in the state dict",
+    raises="Exception",
+    says="sched.fn: expected a value that can be pickled, found function",
+    ranks=(0,),
+)
+def lambda_in_state_dict(bench: Bench) -> None:
+    model, optim = make()
+    state = {"optim": optim.state_dict(), "sched": {"fn": lambda step: step}}
+    _save(bench, state, FlatOptimSavePlanner(model, optim))
+
+
+@mistake("keys that text cannot stand for", raises="LayoutError", says=r"object object at|key")
+def keys_that_are_objects(bench: Bench) -> None:
+    model, optim = make()
+    for state in optim.state.values():
+        state["by"] = {object(): torch.ones(())}
+    _save(bench, {"optim": optim.state_dict()}, FlatOptimSavePlanner(model, optim))

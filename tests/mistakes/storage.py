@@ -161,3 +161,52 @@ def number_for_path(bench: Bench) -> None:
 )
 def empty_path(bench: Bench) -> None:
     _load(bench, "")
+
+
+@mistake(
+    "the folder of all steps",
+    raises="Exception",
+    says="no checkpoint at.*step-10",
+)
+def load_from_the_folder_of_steps(bench: Bench) -> None:
+    bench.once(lambda: (bench.folder / "step-10").symlink_to(bench.good))
+    _load(bench, bench.folder)
+
+
+@mistake(
+    "latest() of a folder that is not there yet, as at a run's first start: None",
+    raises="",
+    says="",
+)
+def latest_of_nowhere(bench: Bench) -> None:
+    assert latest(bench.path) is None
+
+
+@mistake(
+    "options of one client for the other",
+    raises="Exception",
+    says="bogus",
+)
+def unknown_storage_option(bench: Bench) -> None:
+    _load(bench, "s3://bucket/run", backend="obstore", storage_options={"bogus": 1})
+
+
+@mistake("a URL as a Path, which loses a slash", raises="Exception", says=r"s3:/bucket|s3://bucket")
+def url_as_path(bench: Bench) -> None:
+    _save(bench, Path("s3://bucket/run"))
+
+
+@mistake("a path with ~, which nobody expands", raises="Exception", says=r"~/checkpoints")
+def home_in_path(bench: Bench) -> None:
+    _save(bench, "~/checkpoints/run")
+
+
+@mistake("a value that a load will not unpickle, saved", raises="", says=r"args")
+def save_what_cannot_be_loaded(bench: Bench) -> None:
+    state: dict[str, Any] = {"args": Args()}
+    dcp.save(state, storage_writer=StreamingWriter(bench.path))
+
+
+@mistake("if verify_...(): taken for a bool", raises="TypeError", says=r"\.ok")
+def verification_as_bool(bench: Bench) -> None:
+    assert verify_optim_state(*make(), bench.good)

@@ -38,4 +38,4 @@ def test_is_told(mistake: Mistake, outcomes: list[dict[str, Outcome]]) -> None:
 
 
 def test_there_are_enough() -> None:
-    assert len(all_mistakes()) >= 75
+    assert len(all_mistakes()) >= 100
