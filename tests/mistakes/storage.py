@@ -174,9 +174,9 @@ def load_from_the_folder_of_steps(bench: Bench) -> None:
 
 
 @mistake(
-    "latest() of a folder that is not there yet, as at a run's first start: None",
+    "latest() of a folder that is not there (yet): None, and a line in the log",
     raises="",
-    says="",
+    says="does not exist, so there is no checkpoint in it",
 )
 def latest_of_nowhere(bench: Bench) -> None:
     assert latest(bench.path) is None
