@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -20,8 +19,6 @@ from dcp_fsdp_osd.storage.transfer import Stats
 
 __all__ = ["latest", "natural"]
 
-logger = logging.getLogger(__name__)
-
 
 def latest(
     path_or_url: str | os.PathLike[str],
@@ -35,12 +32,15 @@ def latest(
     Checkpoints are the folders directly below `path_or_url` that hold a ``.metadata``; the newest
     is the one whose ``.metadata`` was written last.  Where the clock does not tell (S3 counts in
     seconds), the greater name is newer, numbers in it compared as numbers: step-100 after step-20.
-    Half-written folders are not seen.  A folder that does not exist has none, which is logged; a
-    bucket that does not exist is a StorageError.  The arguments are those of ``StreamingReader``.
+    Half-written folders are not seen.  The arguments are those of ``StreamingReader``.
 
     With a `process_group`, its first rank looks, and all of its ranks, which must all call this,
     get that one answer.  Ranks that look for themselves while a save ends may find different ones,
     which the load then refuses.
+
+    Raises:
+        StorageError: the folder or bucket does not exist (on object storage any folder of a bucket
+            does), or is a file.
     """
 
     def newest() -> str | None:
@@ -61,8 +61,11 @@ def _commits(session: Session) -> list[Commit]:
     if session.is_local and not (path := Path(local_path(session.config.url))).is_dir():
         if path.exists():
             raise StorageError(f"{session.url} is a file; expected a folder of checkpoints")
-        # No error: it is how a first run begins.  Nor nothing: it is how a mistyped path ends.
-        logger.warning("%s does not exist, so there is no checkpoint in it", session.url)
+        # None would make a run whose path was mistyped begin anew without a word.
+        raise StorageError(
+            f"{session.url}: the folder does not exist; mend the path, or make the folder before "
+            "the first run"
+        )
     try:
         return session.call(session.store.commits, "list", Stats())
     except Exception as error:

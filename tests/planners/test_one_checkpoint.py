@@ -119,10 +119,10 @@ def test_ranks_that_load_different_checkpoints(tmp_path: Path) -> None:
 
 
 def _one_answer(rank: int, world: int, folder: str) -> tuple[str | None, str | None]:
-    """A folder of its own on each machine, and rank 0's is not there at all in the second one."""
+    """A folder of its own on each machine, and an empty one."""
     group = dist.group.WORLD
     found = latest(f"{folder}/{rank}", process_group=group)
-    return found, latest(f"{folder}/none", process_group=group)
+    return found, latest(f"{folder}/new", process_group=group)
 
 
 def test_latest_gives_all_ranks_one_answer(tmp_path: Path) -> None:
@@ -133,6 +133,7 @@ def test_latest_gives_all_ranks_one_answer(tmp_path: Path) -> None:
                 storage_writer=StreamingWriter(tmp_path / f"{rank}/step-{step}"),
                 no_dist=True,
             )
+    (tmp_path / "new").mkdir()
     found = run_ranks(_one_answer, 2, str(tmp_path))
     assert found == [(f"{tmp_path}/{rank}/step-20", None) for rank in range(2)]
 

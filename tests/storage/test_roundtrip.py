@@ -168,10 +168,11 @@ def test_plan_caching_does_not_reuse_names(tmp_path: Path) -> None:
 
 
 def test_latest(place: Place) -> None:
-    assert latest(place.url, **place.arguments) is None
-    for name in ("step-20", "step-100", "unfinished"):
-        dcp.save({"t": torch.arange(3)}, storage_writer=place.below(name).writer())
+    dcp.save({"t": torch.arange(3)}, storage_writer=place.below("unfinished").writer())
     place.below("unfinished").store().delete([".metadata"])
+    assert latest(place.url, **place.arguments) is None
+    for name in ("step-20", "step-100"):
+        dcp.save({"t": torch.arange(3)}, storage_writer=place.below(name).writer())
     found = latest(place.url, **place.arguments)
     # Written within one second of each other: the name decides.
     assert found == f"{place.url}/step-100"
