@@ -20,7 +20,7 @@ from dcp_fsdp_osd.storage.checksum import BlockHasher, Checksum
 from dcp_fsdp_osd.storage.foreign import HEAD_BYTES, TAIL_BYTES
 from dcp_fsdp_osd.storage.memory import DTYPES, ScratchPool, revoke, view_bytes
 from dcp_fsdp_osd.storage.progress import Progress
-from dcp_fsdp_osd.storage.ranges import Fetch, Segment, coalesce
+from dcp_fsdp_osd.storage.ranges import Fetch, Piece, Segment, coalesce
 from dcp_fsdp_osd.storage.session import Session
 from dcp_fsdp_osd.storage.transfer import Budget, Pool, Stats
 from dcp_fsdp_osd.storage.unpack import GRAIN, Entry, Index, Item, TensorEntry, WholeEntry
@@ -34,12 +34,11 @@ READ_BYTES = 8 << 20
 
 @dataclass
 class _Landing:
-    """A piece that lands in a buffer and is moved on from there: to `item` at byte `dest`."""
+    """A piece that lands in a buffer, from byte `start` of it, and is moved on to `item`."""
 
     item: Item
-    dest: int
-    start: int  # in the buffer
-    end: int
+    piece: Piece
+    start: int
 
 
 @dataclass
@@ -248,19 +247,19 @@ class Fetcher:
         at, end = segment.start - segment.origin, segment.end - segment.origin
         items = [self._items[piece.key] for piece in segment.pieces]
         shared = any(b.start < a.end for a, b in itertools.pairwise(segment.pieces))
-        direct = self._limits.revocable and all(item.view is not None for item in items)
+        direct = self._limits.revocable and all(
+            item.view is not None and piece.dest is not None
+            for piece, item in zip(segment.pieces, items, strict=True)
+        )
         if shared or not direct:
             # Two items want the same bytes, or bytes cannot land in a destination: land once in a
             # buffer, and move on from there.
             begin, _ = stage(end - at)
             for piece, item in zip(segment.pieces, items, strict=True):
-                start = begin + piece.start - at
-                job.landings.append(
-                    _Landing(item, piece.dest, start, start + piece.end - piece.start)
-                )
+                job.landings.append(_Landing(item, piece, begin + piece.start - at))
             return
         for piece, item in zip(segment.pieces, items, strict=True):
-            assert item.view is not None
+            assert item.view is not None and piece.dest is not None
             if piece.start > at:
                 stage(piece.start - at)
             parts.append(item.view[piece.dest : piece.dest + piece.end - piece.start])
@@ -342,8 +341,9 @@ class Fetcher:
         for landing in job.landings:
             item = landing.item
             assert isinstance(item.entry, TensorEntry)
-            flat = job.buffer[landing.start : landing.end].view(DTYPES[item.entry.dtype])
-            item.land(landing.dest, flat)
+            piece = landing.piece
+            raw = job.buffer[landing.start : landing.start + piece.end - piece.start]
+            item.land(piece, raw.view(DTYPES[item.entry.dtype]))
             if item.device is not None:
                 devices.add(item.device)
         for device in devices:

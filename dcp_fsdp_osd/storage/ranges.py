@@ -5,23 +5,30 @@ Byte ranges are half-open and, unless said otherwise, offsets in a file.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Fetch", "Piece", "Segment", "box_runs", "coalesce", "segments"]
+__all__ = ["Fetch", "Piece", "Segment", "box_pieces", "coalesce", "segments"]
 
 
 @dataclass(frozen=True)
 class Piece:
     """Bytes [start, end) of an entry's payload, wanted by consumer `key` at byte `dest` of its own
-    row-major bytes.
+    row-major bytes; or, where `dest` is None, those of them that lie in the consumer's box.
     """
 
     start: int
     end: int
     key: int
-    dest: int
+    dest: int | None
+
+    def part(self, start: int, end: int) -> Piece:
+        """Of [start, end), which is within it."""
+        return Piece(
+            start, end, self.key, None if self.dest is None else self.dest + start - self.start
+        )
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class Segment:
                 end = min(bounds[index + 1] - self.origin, piece.end)
                 if start >= end:
                     break
-                inside[index].append(Piece(start, end, piece.key, piece.dest + start - piece.start))
+                inside[index].append(piece.part(start, end))
         return [
             replace(self, start=start, end=end, pieces=tuple(wanted))
             for start, end, wanted in zip(bounds, bounds[1:], inside, strict=False)
@@ -85,12 +92,20 @@ class Fetch:
     segments: tuple[Segment, ...]
 
 
-def box_runs(
-    sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], itemsize: int
-) -> Iterator[tuple[int, int]]:
-    """The contiguous (start, end) byte runs of a box in a row-major array, in order.
+def box_pieces(
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    itemsize: int,
+    *,
+    key: int,
+    near: int,
+) -> Iterator[Piece]:
+    """What to read of a row-major array for a box of it, in order.
 
-    One run where the box is a contiguous piece of the array; none where it is empty.
+    A piece for each contiguous run, one in all where the box is contiguous, none where it is empty.
+    Runs that begin less than `near` bytes after one another are read as one piece, with what is
+    between them: so there is a piece for `near` bytes of the array at most, whatever the box.
     """
     if math.prod(lengths) == 0:
         return
@@ -104,19 +119,17 @@ def box_runs(
     for dim in range(dims - 1, -1, -1):
         strides[dim] = step
         step *= sizes[dim]
-    size = math.prod(lengths[inner:]) * itemsize
+    wanted = size = math.prod(lengths[inner:]) * itemsize
     base = sum(o * s for o, s in zip(offsets, strides, strict=True))
     outer = [(n, s) for n, s in zip(lengths[:inner], strides[:inner], strict=True) if n > 1]
-
-    def walk(level: int, start: int) -> Iterator[tuple[int, int]]:
-        if level == len(outer):
-            yield start, start + size
-            return
-        count, stride = outer[level]
-        for index in range(count):
-            yield from walk(level + 1, start + index * stride)
-
-    yield from walk(0, base)
+    while outer and outer[-1][1] < near:
+        count, stride = outer.pop()
+        size += (count - 1) * stride
+        wanted *= count
+    starts = itertools.product(*(range(0, count * stride, stride) for count, stride in outer))
+    for number, shifts in enumerate(starts):
+        start = base + sum(shifts)
+        yield Piece(start, start + size, key, number * wanted if wanted == size else None)
 
 
 def segments(

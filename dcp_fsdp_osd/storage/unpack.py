@@ -16,20 +16,21 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError, UnsafeCheckpointError
-from dcp_fsdp_osd.geometry import narrowed_view
+from dcp_fsdp_osd.geometry import Box, box_view, boxes_of_interval, narrowed_view
 from dcp_fsdp_osd.storage.checksum import Checksum
 from dcp_fsdp_osd.storage.entry import block_size, table_bytes, unpack_table
 from dcp_fsdp_osd.storage.foreign import ForeignTensor, parse_foreign
 from dcp_fsdp_osd.storage.memory import DTYPES, copy_flat_range, is_plain, view_bytes
 from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo, entry_info
 from dcp_fsdp_osd.storage.plain_objects import numpy_object
-from dcp_fsdp_osd.storage.ranges import Piece, Segment, box_runs, segments
+from dcp_fsdp_osd.storage.ranges import Piece, Segment, box_pieces, segments
 
 __all__ = ["GRAIN", "Entry", "Index", "Item", "TensorEntry", "WholeEntry"]
 
 GRAIN = 16
 """Bytes of the largest element: what is read is cut at multiples of it."""
 _ENVELOPE = 1 << 14  # more than a header, or a trailer without its table, can have
+_NEAR = 1 << 16  # runs that begin this close together are read with what lies between them
 ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
@@ -138,14 +139,39 @@ class Item:
         """The destination's, if it is not the CPU."""
         return None if self.tensor is None or self.tensor.is_cpu else self.tensor.device
 
-    def land(self, dest: int, flat: torch.Tensor) -> None:
-        """Put elements from a buffer where bytes could not land directly; `dest` is in bytes."""
+    def land(self, piece: Piece, flat: torch.Tensor) -> None:
+        """Put a piece's elements from a buffer where bytes could not land directly."""
         assert self.tensor is not None
-        if self.view is not None:
+        if piece.dest is None:
+            self._scatter(piece.start // flat.element_size(), flat)
+        elif self.view is not None:
             raw = flat.view(torch.uint8) if flat.numel() else flat
-            self.view[dest : dest + raw.numel()] = view_bytes(raw)
+            self.view[piece.dest : piece.dest + raw.numel()] = view_bytes(raw)
         else:
-            copy_flat_range(self.tensor, dest // flat.element_size(), flat, into_tensor=True)
+            first = piece.dest // flat.element_size()
+            copy_flat_range(self.tensor, first, flat, into_tensor=True)
+
+    def _scatter(self, first: int, flat: torch.Tensor) -> None:
+        """Copy what lies in the item's box, of the entry's elements from `first` on.
+
+        A few strided copies, however many runs they are.
+        """
+        assert self.tensor is not None and isinstance(self.entry, TensorEntry)
+        wanted = Box(tuple(self.read.storage_offsets), tuple(self.read.lengths))
+        target = self.tensor
+        if self.view is not None:
+            target = torch.frombuffer(self.view, dtype=flat.dtype).view(wanted.sizes)
+        position = 0
+        for box in boxes_of_interval(self.entry.sizes, first, first + flat.numel()):
+            part = box.overlap(wanted)
+            if part is not None:
+                source = narrowed_view(
+                    box_view(flat, position, box.sizes), _minus(part, box), part.sizes
+                )
+                narrowed_view(target, _minus(part, wanted), part.sizes).copy_(
+                    source, non_blocking=True
+                )
+            position += box.numel
 
     def commit(self, planner: LoadPlanner) -> None:
         """Hand the complete destination back."""
@@ -154,6 +180,10 @@ class Item:
             self.tensor.copy_(self.staged)
         planner.commit_tensor(self.read, self.tensor)
         self.tensor = self.view = self.staged = None
+
+
+def _minus(box: Box, origin: Box) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(box.offsets, origin.offsets, strict=True))
 
 
 @dataclass
@@ -197,15 +227,19 @@ class TensorEntry(Entry):
         verified and committed as it comes, not all of them at the end.
         """
         itemsize = ITEMSIZES[self.dtype]
-        pieces = []
+        pieces: list[Piece] = []
         for number, item in items.items():
             read = item.read
             _check_box(self, read)
-            dest = 0
-            for start, end in box_runs(self.sizes, read.storage_offsets, read.lengths, itemsize):
-                pieces.append(Piece(start, end, number, dest))
-                dest += end - start
-            item.wanted = dest
+            item.wanted = math.prod(read.lengths) * itemsize
+            pieces += box_pieces(
+                self.sizes,
+                read.storage_offsets,
+                read.lengths,
+                itemsize,
+                key=number,
+                near=max(_NEAR, block_size(self.nbytes)),
+            )
         found = segments(
             pieces,
             entry=self.number,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_fsdp_osd.storage.ranges import Piece, Segment, box_runs, coalesce, segments
+from dcp_fsdp_osd.storage.ranges import Piece, Segment, box_pieces, coalesce, segments
 
 
 @st.composite
@@ -21,18 +21,37 @@ def boxes(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
 
 
 @given(boxes(), st.sampled_from([1, 2, 8]))
-def test_box_runs(box: tuple[list[int], list[int], list[int]], itemsize: int) -> None:
+def test_box_pieces(box: tuple[list[int], list[int], list[int]], itemsize: int) -> None:
     sizes, offsets, lengths = box
     index = torch.arange(math.prod(sizes)).view(sizes)
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         index = index.narrow(dim, offset, length)
     expected = index.reshape(-1).tolist()
-    runs = list(box_runs(sizes, offsets, lengths, itemsize))
-    found = [i // itemsize for start, end in runs for i in range(start, end, itemsize)]
+    runs = list(box_pieces(sizes, offsets, lengths, itemsize, key=7, near=0))
+    found = [i // itemsize for run in runs for i in range(run.start, run.end, itemsize)]
     assert found == expected
+    assert [run.dest for run in runs] == list(
+        itertools.accumulate((run.end - run.start for run in runs[:-1]), initial=0)
+    )[: len(runs)]
     # Runs are as long as can be, save for dimensions of length 1 next to whole ones.
     if index.is_contiguous() and expected and all(length > 1 for length in lengths):
         assert len(runs) == 1
+
+
+@given(boxes(), st.sampled_from([1, 2, 8]), st.integers(1, 100))
+def test_few_pieces(box: tuple[list[int], list[int], list[int]], itemsize: int, near: int) -> None:
+    sizes, offsets, lengths = box
+    runs = list(box_pieces(sizes, offsets, lengths, itemsize, key=7, near=0))
+    pieces = list(box_pieces(sizes, offsets, lengths, itemsize, key=7, near=near))
+    assert len(pieces) <= 1 + math.prod(sizes) * itemsize // near
+    for a, b in itertools.pairwise(pieces):
+        assert a.end <= b.start and b.start - a.start >= near
+    inside = [run for piece in pieces for run in runs if piece.start <= run.start < piece.end]
+    assert inside == runs
+    for piece in pieces:
+        held = [run for run in runs if piece.start <= run.start < piece.end]
+        assert (piece.start, piece.end) == (held[0].start, held[-1].end)
+        assert piece.dest is None if len(held) > 1 else piece == held[0]
 
 
 pieces_of = st.lists(
