@@ -36,7 +36,8 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # of the properties before torch 2.4
 _LIMIT = 1 << 62  # of offsets and sizes
 _COUNT = frozenset({int})
-_SIZE = frozenset({torch.Size})
+_SIZE_OR_NONE = frozenset({torch.Size, type(None)})
+_INT_OR_NONE = frozenset({int, type(None)})
 _ENCODINGS = tuple(
     getattr(module, name)
     for module, name in ((dcp, "_MEM_FORMAT_ENCODING"), (sharded, "MEM_FORMAT_ENCODING"))
@@ -145,30 +146,38 @@ def _fill(instance: Any, state: Any) -> None:
 
 
 def _fill_index(instance: Any, state: Any) -> None:
+    fields = instance.__dict__
     if (
         type(state) is not dict
         or not _INDEX.issuperset(state)
         or type(state.get("fqn")) is not str
-        or type(state.get("offset")) not in (torch.Size, type(None))
-        or type(state.get("index")) not in (int, type(None))
-        or instance.__dict__  # it may be a key by now
+        or type(state.get("offset")) not in _SIZE_OR_NONE
+        or type(state.get("index")) not in _INT_OR_NONE
+        or fields  # it may be a key by now
     ):
         raise ValueError("no fields of a MetadataIndex")
-    _fill(instance, state)
+    fields.update(state)
+    state.clear()
 
 
 def _fill_chunk(instance: Any, state: Any) -> None:
-    _fill(instance, state)
-    fields = instance.__dict__
-    if len(fields) != 2 or set(map(type, fields.values())) != _SIZE:
+    if (
+        type(state) is not dict
+        or len(state) != 2
+        or type(state["offsets"]) is not torch.Size
+        or type(state["sizes"]) is not torch.Size
+    ):
         raise ValueError("no fields of a ChunkStorageMetadata")
+    instance.__dict__.update(state)
+    state.clear()
 
 
 def _fill_info(instance: Any, state: Any) -> None:
+    if type(state) is dict:
+        for value in state.values():
+            if type(value) not in SCALARS and not is_flat(value):
+                raise ValueError("no fields of a _StorageInfo")
     _fill(instance, state)
-    for value in instance.__dict__.values():
-        if type(value) not in SCALARS and not is_flat(value):
-            raise ValueError("no fields of a _StorageInfo")
 
 
 def _fill_properties(instance: Any, state: Any) -> None:
@@ -190,7 +199,7 @@ def _fill_storage_meta(instance: Any, state: Any) -> None:
 
 
 _INDEX = frozenset({"fqn", "offset", "index"})
-_FIELDS = _INDEX | {"offsets", "sizes", "relative_path", "length", "dcp_fsdp_osd"}
+_FIELDS = frozenset({"relative_path", "offset", "length", "transform_descriptors", "dcp_fsdp_osd"})
 _FILL: Mapping[str, Callable[[Any, Any], None]] = {
     "BytesStorageMetadata": _fill,
     "ChunkStorageMetadata": _fill_chunk,

@@ -16,13 +16,15 @@ metadata and refuses any other.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
+import gc
 import io
 import pickle
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,6 +216,23 @@ def load_metadata(
         UnsafeCheckpointError: the pickle wants a class that is not DCP metadata's, and not
             `allow_pickle`.
     """
+    with _no_collections():
+        return _load_metadata(data, what, allow_pickle=allow_pickle, rank=rank)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Without the cycle collector, which would walk a million new objects again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _load_metadata(data: bytes, what: str, *, allow_pickle: bool, rank: int | None) -> Metadata:
     sealed = data[-_SEAL.size :]
     body = len(data)
     if sealed.startswith(_MAGIC) and len(sealed) == _SEAL.size:

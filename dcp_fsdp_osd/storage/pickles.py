@@ -29,7 +29,7 @@ __all__ = ["MAX_FLAT", "MAX_MARKS", "SCALARS", "Maker", "PickleError", "is_flat"
 
 MAX_MARKS = 100
 MAX_FLAT = 64  # values in a tuple that may be hashed; torch has no more dimensions
-_BATCH = 1024  # opcodes between two looks at the stack and the memo
+_BATCH = 256  # opcodes between two looks at the stack and the memo
 _MOST_OPEN = 1 << 16  # values on the stack; pickle writes containers by 1000 values
 
 SCALARS: frozenset[type] = frozenset({str, int, float, bool, bytes, complex, type(None)})
@@ -110,6 +110,8 @@ def _run(  # noqa: PLR0912, PLR0915
     memo: list[Any] = []
     made, most = 0, size // 4 + 64
     at = 0
+    u32, i32 = _U32.unpack_from, _I32.unpack_from
+    state: Any
     while True:
         if made > most or len(memo) > most or len(stack) > _MOST_OPEN:
             raise PickleError(f"too many values for {size} bytes, at byte {at}")
@@ -122,26 +124,56 @@ def _run(  # noqa: PLR0912, PLR0915
                 stack.append(memo[data[at]])
                 at += 1
             elif op == 0x6A:  # LONG_BINGET
-                stack.append(memo[_U32.unpack_from(data, at)[0]])
+                stack.append(memo[u32(data, at)[0]])
                 at += 4
             elif op == 0x4B:  # BININT1
                 stack.append(data[at])
                 at += 1
             elif op == 0x29:  # EMPTY_TUPLE
-                stack.append(())
-            elif op == 0x85:  # TUPLE1
-                stack[-1] = (stack[-1],)
-                made += 1
-            elif op == 0x52:  # REDUCE
-                args = stack.pop()
-                maker = stack[-1]
-                if type(maker) is not Maker or maker.call is None or type(args) is not tuple:
-                    raise PickleError(f"a call of {_shown(maker)} at byte {at}")
-                stack[-1] = maker.call(*args)
-                made += 1
+                if data[at : at + 5] == _EMPTY_INSTANCE and len(marks) < MAX_MARKS:
+                    stack[-1] = instance = _new(stack[-1], (), at)
+                    state = {}
+                    memo += (instance, state)
+                    stack.append(state)
+                    marks.append(stack)
+                    stack = []
+                    made += 2
+                    at += 5
+                else:
+                    stack.append(())
             elif op == 0x86:  # TUPLE2
                 last = stack.pop()
                 stack[-1] = (stack[-1], last)
+                made += 1
+            elif op == 0x85:  # TUPLE1
+                args = (stack[-1],)
+                made += 1
+                if data[at : at + 3] == _CALL:
+                    memo.append(args)
+                    del stack[-1]
+                    stack[-1] = value = _called(stack[-1], args, at)
+                    memo.append(value)
+                    made += 1
+                    at += 3
+                else:
+                    stack[-1] = args
+            elif op == 0x75:  # SETITEMS
+                items, stack = stack, marks.pop()
+                state = stack[-1]
+                _fill(state, items, hashable)
+                if data[at] == 0x62:  # BUILD
+                    del stack[-1]
+                    _build(stack[-1], state, builders, at)
+                    at += 1
+            elif op == 0x4D:  # BININT2
+                stack.append(data[at] | data[at + 1] << 8)
+                at += 2
+            elif op == 0x4A:  # BININT
+                stack.append(i32(data, at)[0])
+                at += 4
+            elif op == 0x52:  # REDUCE
+                args = stack.pop()
+                stack[-1] = _called(stack[-1], args, at)
                 made += 1
             elif op == 0x28:  # MARK
                 if len(marks) >= MAX_MARKS:
@@ -150,36 +182,20 @@ def _run(  # noqa: PLR0912, PLR0915
                 stack = []
             elif op == 0x81:  # NEWOBJ
                 args = stack.pop()
-                maker = stack[-1]
-                plain = type(args) is tuple and not args
-                if type(maker) is not Maker or maker.new is None or not plain:
-                    raise PickleError(f"an instance of {_shown(maker)} at byte {at}")
-                stack[-1] = maker.new()
+                stack[-1] = _new(stack[-1], args, at)
                 made += 1
             elif op == 0x7D:  # EMPTY_DICT
                 stack.append({})
                 made += 1
-            elif op == 0x75:  # SETITEMS
-                items, stack = stack, marks.pop()
-                _fill(stack[-1], items, hashable)
             elif op == 0x62:  # BUILD
                 state = stack.pop()
-                build = builders.get(type(stack[-1]))
-                if build is None:
-                    raise PickleError(f"a state for {_shown(stack[-1])} at byte {at}")
-                build(stack[-1], state)
+                _build(stack[-1], state, builders, at)
             elif op == 0x8C:  # SHORT_BINUNICODE
                 begin = at + 1
                 at = begin + data[at]
                 if at > size:
                     raise PickleError("it ends in a text")
                 stack.append(data[begin:at].decode("utf-8", "surrogatepass"))
-            elif op == 0x4D:  # BININT2
-                stack.append(data[at] | data[at + 1] << 8)
-                at += 2
-            elif op == 0x4A:  # BININT
-                stack.append(_I32.unpack_from(data, at)[0])
-                at += 4
             elif op == 0x8A:  # LONG1
                 raw = _take(data, at + 1, data[at])
                 at += 1 + len(raw)
@@ -267,6 +283,33 @@ def _run(  # noqa: PLR0912, PLR0915
                 raise PickleError(f"opcode {op:#04x} at byte {at - 1}")
 
 
+def _called(maker: Any, args: Any, at: int) -> Any:
+    if type(maker) is not Maker or maker.call is None or type(args) is not tuple:
+        raise PickleError(f"a call of {_shown(maker)} at byte {at}")
+    return maker.call(*args)
+
+
+def _new(maker: Any, args: Any, at: int) -> Any:
+    if type(maker) is not Maker or maker.new is None or args != ():
+        raise PickleError(f"an instance of {_shown(maker)} at byte {at}")
+    return maker.new()
+
+
+def _build(
+    instance: Any, state: Any, builders: Mapping[type, Callable[[Any, Any], None]], at: int
+) -> None:
+    build = builders.get(type(instance))
+    if build is None:
+        raise PickleError(f"a state for {_shown(instance)} at byte {at}")
+    build(instance, state)
+
+
+# What metadata are made of, in one step: an instance without arguments and its dict, up to the
+# mark before its items; a call with one argument.
+_EMPTY_INSTANCE = b"\x81\x94}\x94("  # NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MARK, after EMPTY_TUPLE
+_CALL = b"\x94R\x94"  # MEMOIZE REDUCE MEMOIZE, after TUPLE1
+
+
 def _take(data: bytes, at: int, count: int) -> bytes:
     if count > len(data) - at:
         raise PickleError(f"{count} bytes are announced at byte {at}, {len(data) - at} are left")
@@ -299,14 +342,12 @@ def _keys(values: list[Any], hashable: frozenset[type]) -> list[Any]:
 
 def _fill(target: Any, items: list[Any], hashable: frozenset[type]) -> None:
     keys = items[::2]
-    if type(target) not in (dict, OrderedDict) or len(items) % 2:
+    kind = type(target)
+    if (kind is not dict and kind is not OrderedDict) or len(items) % 2:
         raise PickleError(f"items of {_shown(target)}")
-    if set(map(type, keys)) != _TEXTS:
+    if not hashable.issuperset(map(type, keys)):
         _keys(keys, hashable)
     target.update(zip(keys, items[1::2], strict=True))
-
-
-_TEXTS = frozenset({str})
 
 
 def _list(value: Any) -> list[Any]:
