@@ -99,7 +99,8 @@ def check_entries(entries: Mapping[Any, Any]) -> None:
     places: list[tuple[str, int, int, str]] = []
     for index, info in entries.items():
         if isinstance(info, _StorageInfo):
-            name, offset, length = info.relative_path, info.offset, info.length
+            fields = vars(info)  # any may be missing
+            name, offset, length = map(fields.get, ("relative_path", "offset", "length"))
             if type(name) is str and type(offset) is int and type(length) is int:
                 places.append((name, offset, length, index.fqn))
     for (name, offset, length, fqn), (after, start, _, other) in itertools.pairwise(sorted(places)):

@@ -40,11 +40,14 @@ from dcp_fsdp_osd.storage.pickles import PickleError
 from dcp_fsdp_osd.storage.store import check_name
 
 __all__ = [
+    "HEAD_BYTES",
     "KIND_BYTES",
     "KIND_OPAQUE",
     "KIND_TENSOR",
     "MAX_METADATA_BYTES",
+    "TAIL_BYTES",
     "EntryInfo",
+    "check_ends",
     "checksum_name",
     "dump_metadata",
     "entry_info",
@@ -55,6 +58,8 @@ __all__ = [
 ]
 
 MAX_METADATA_BYTES = 8 << 30
+HEAD_BYTES, TAIL_BYTES = 2, 20
+"""What :func:`check_ends` looks at."""
 _ATTRIBUTE = "dcp_fsdp_osd"
 _SEAL = struct.Struct("<8sIQ")
 _MAGIC = b"\nDCPOSD1"
@@ -203,6 +208,22 @@ def dump_metadata(metadata: Metadata) -> bytes:
     pickler.dump(metadata)
     data = buffer.getvalue()
     return data + _SEAL.pack(_MAGIC, zlib.crc32(data), len(data))
+
+
+def check_ends(head: bytes, tail: bytes, size: int, what: str) -> None:
+    """Refuse a file of `size` bytes that is no metadata by its first and last bytes alone.
+
+    Raises:
+        CorruptCheckpointError: it begins or ends as no metadata do.
+    """
+    sealed = tail.startswith(_MAGIC) and _SEAL.unpack(tail)[2] == size - _SEAL.size
+    begun = head[0] == 0x80 and head[1] <= pickle.HIGHEST_PROTOCOL
+    if not begun or not (sealed or tail[-1:] == b"."):
+        raise CorruptCheckpointError(
+            f"{what}: {size} bytes that begin with {head!r} and end with {tail!r}: expected a "
+            "pickle, and its end or a seal. The file was altered or cut off; load another "
+            "checkpoint."
+        )
 
 
 def load_metadata(

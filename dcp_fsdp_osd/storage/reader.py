@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -15,14 +17,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
 from dcp_fsdp_osd.roles import HasRole, check_path, check_positive
 from dcp_fsdp_osd.storage.checksum import Checksum, checksum_named
 from dcp_fsdp_osd.storage.fetch import Fetcher
 from dcp_fsdp_osd.storage.flat_guard import Entries
 from dcp_fsdp_osd.storage.identity import Identity, check_one_checkpoint, identify
 from dcp_fsdp_osd.storage.metadata import (
+    HEAD_BYTES,
     MAX_METADATA_BYTES,
+    TAIL_BYTES,
+    check_ends,
     checksum_name,
     load_metadata,
     metadata_name,
@@ -35,6 +40,8 @@ from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats
 from dcp_fsdp_osd.waiting import watched
 
 __all__ = ["StreamingReader"]
+
+_LARGE = 1 << 20  # bytes of metadata whose ends are looked at before they are read
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +124,7 @@ class StreamingReader(HasRole, StorageReader):
         self._stall = stall_seconds
         self._load_id = uuid.uuid4().hex
         self._metadata: Metadata | None = None
+        self._read_from = metadata_name(), 0  # and the CRC-32 of what was read
         self.stats = Stats()
 
     def __repr__(self) -> str:
@@ -165,8 +173,12 @@ class StreamingReader(HasRole, StorageReader):
             data = from_first_rank(self._group, "read the metadata", self._read_metadata_file)
         else:
             data = self._read_metadata_file(rank)
+        self._read_from = metadata_name(rank), zlib.crc32(data)
         what = f"{self._session.url}/{metadata_name(rank)}"
-        return load_metadata(data, what, allow_pickle=self._allow_pickle, rank=rank)
+        try:
+            return load_metadata(data, what, allow_pickle=self._allow_pickle, rank=rank)
+        except CorruptCheckpointError as error:
+            raise self._replaced(error) from error.__cause__
 
     def _missing(self) -> StorageError:
         first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
@@ -248,7 +260,7 @@ class StreamingReader(HasRole, StorageReader):
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         if self._metadata is None:
             raise StorageError("read_data before set_up_storage_reader")
-        Fetcher(
+        fetcher = Fetcher(
             self._session,
             self._metadata,
             planner,
@@ -258,7 +270,33 @@ class StreamingReader(HasRole, StorageReader):
             max_inflight=self._max_inflight,
             stall=self._stall,
             progress=self._progress,
-        ).run(plan.items)
+        )
+        try:
+            fetcher.run(plan.items)
+        except CorruptCheckpointError as error:
+            raise self._replaced(error) from error.__cause__
+
+    def _replaced(self, error: CorruptCheckpointError) -> StorageError:
+        """`error`, or what explains it: another save wrote to the path that is read from."""
+        name, crc = self._read_from
+        session = self._session
+        try:
+            now = session.call(
+                lambda: session.store.read(name, MAX_METADATA_BYTES), f"read {name}", self.stats
+            )
+        except FileNotFoundError:
+            found = "is gone"
+        except Exception:
+            return error
+        else:
+            if zlib.crc32(now) == crc:
+                return error
+            found = "is another one"
+        return StorageError(
+            f"{session.url}: rank {session.rank}: the checkpoint was replaced or deleted while it "
+            f"was read: its {name} {found} now. Load it again, and let no job save to a path that "
+            f"others read from. What was noticed first: {error}"
+        )
 
     # ---- metadata ----
 
@@ -270,6 +308,8 @@ class StreamingReader(HasRole, StorageReader):
         name = metadata_name(rank)
         session = self._session
         try:
+            if session.is_local and not self._allow_pickle:
+                self._check_ends(name)
             data = session.call(
                 lambda: session.store.read(name, MAX_METADATA_BYTES), f"read {name}", self.stats
             )
@@ -277,3 +317,16 @@ class StreamingReader(HasRole, StorageReader):
             raise StorageError(f"no checkpoint at {session.url}: no {name}") from error
         self.stats.add(bytes=len(data))
         return data
+
+    def _check_ends(self, name: str) -> None:
+        """Do not read a large file that cannot be metadata: files with holes are made for free."""
+        store = self._session.store
+        size = self._session.call(lambda: store.size(name), "size", self.stats)
+        if size > _LARGE:
+            head, tail = bytearray(HEAD_BYTES), bytearray(TAIL_BYTES)
+            for at, part in ((0, head), (size - len(tail), tail)):
+                view = memoryview(part)
+                self._session.call(
+                    partial(store.read_into, name, at, [view]), f"read {name}", self.stats
+                )
+            check_ends(bytes(head), bytes(tail), size, f"{self._session.url}/{name}")
