@@ -30,12 +30,12 @@ from .quantized import QuantizedReport
 __all__ = [
     "Report",
     "agree_on_containers",
+    "check_others",
     "complement",
     "drop_overlaps",
     "fill_holes",
     "share_out",
     "tensor_data",
-    "warn_of_others",
 ]
 
 _ZEROS_AT_ONCE = 4 * 1024 * 1024  # elements of a box of zeros: bounds what resolve_data allocates
@@ -73,23 +73,46 @@ def tensor_data(item: WriteItem) -> TensorWriteData:
     return item.tensor_data
 
 
-def warn_of_others(digests: Sequence[Mapping[str, str]]) -> None:
-    """Warn of values that are no optimizer's, differ between ranks, and are saved from one rank.
+def check_others(
+    others: Sequence[Mapping[str, str]], of_models: Sequence[Mapping[str, str]]
+) -> None:
+    """Look for values that are no optimizer's, and differ between ranks: one rank's are saved.
 
-    No error: ranks of DDP have batch statistics of their own in every job.
+    Of models they are warned of: ranks of DDP have batch statistics of their own in every job.
+
+    Args:
+        others, of_models: by rank: key -> digest.
+
+    Raises:
+        LayoutError: values that are no model's differ.
     """
-    ranks: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, found in enumerate(digests):
-        for name, value in found.items():
-            ranks[name][value].append(rank)
-    differ = [name for name, found in sorted(ranks.items()) if len(found) > 1]
+    differ = _that_differ(others)
+    if differ:
+        raise LayoutError(
+            f"expected each value under one key to be the same on all ranks, because one rank's is "
+            f"saved and a load gives it to all; found that {_first(differ)} differ. Put what is a "
+            f"rank's own under a key of its own, such as f'rng_{{rank}}', save one value of what "
+            f"all are to have, or name the key of a model's state dict in model_key="
+        )
+    differ = _that_differ(of_models)
     if differ:
         warnings.warn(
-            f"{len(differ)} values that differ between ranks are saved from one rank only, which a "
-            f"load gives to all: {', '.join(differ[:10])}{', ...' if len(differ) > 10 else ''}. To "
-            f"keep each rank's, put it under a key of its own, such as f'rng_{{rank}}'",
+            f"{len(differ)} values of models differ between ranks and are saved from one rank, "
+            f"which a load gives to all: {_first(differ)}",
             stacklevel=2,
         )
+
+
+def _that_differ(digests: Sequence[Mapping[str, str]]) -> list[str]:
+    found: dict[str, set[str]] = defaultdict(set)
+    for of_rank in digests:
+        for name, value in of_rank.items():
+            found[name].add(value)
+    return sorted(name for name, values in found.items() if len(values) > 1)
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def agree_on_containers(key: str, all_of: Sequence[Containers]) -> Containers:

@@ -57,11 +57,11 @@ from .roles import HasRole, check_key, check_optim, check_options
 from .save_agree import (
     Report,
     agree_on_containers,
+    check_others,
     drop_overlaps,
     fill_holes,
     share_out,
     tensor_data,
-    warn_of_others,
 )
 from .saved_info import INFO_KEY, SavedInfo
 from .tree import (
@@ -86,7 +86,8 @@ class _LocalData:
 
     mappings: dict[str, Path]
     reports: dict[str, Report]
-    others: dict[str, str]
+    others: dict[str, str]  # key of what is no optimizer's and no model's -> digest
+    of_models: dict[str, str]
 
 
 @dataclass
@@ -107,7 +108,9 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         optim: its optimizer, or a mapping from key to optimizer for several. Given with `model`.
         key: where the optimizer's state dict lies in the state dict that is saved; nested places
             are written with dots (``"app.optim"``). Not used with a mapping.
-        model_key: not needed: a :class:`FlatModelState` is found wherever it lies.
+        model_key: where models' plain state dicts lie, or several of such keys: there, as in a
+            :class:`FlatModelState` (which is found wherever it lies), values may differ between
+            ranks, as batch statistics do, with a warning.
         default_planner_options: of ``DefaultSavePlanner``. ``flatten_state_dict=False`` and
             ``enable_plan_caching=True`` are refused.
 
@@ -144,6 +147,8 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         }
         layouts = {name: target.layout for name, target in targets.items()}
         self._init(layouts, default_planner_options)
+        keys = (model_key,) if isinstance(model_key, str) else tuple(model_key or ())
+        self._model_keys = tuple(f"{name}." for name in keys)
         self._optimizers = {name: describe_optim(each) for name, each in optims.items()}
         self._params: dict[str, list[weakref.ref[torch.Tensor]]] = {
             name: [weakref.ref(param) for param in target.params]
@@ -160,7 +165,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         """
         planner = cls.__new__(cls)
         planner._init(dict(layouts), default_planner_options)
-        planner._params = {}
+        planner._params, planner._model_keys = {}, ()
         return planner
 
     def _init(
@@ -186,7 +191,8 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         self._locals: dict[str, torch.Tensor] = {}
         self._items: list[WriteItem] = []
         self._reports: dict[str, Report] = {}
-        self._others: dict[str, str] = {}  # key of what is no optimizer's -> digest
+        self._others: dict[str, str] = {}
+        self._of_models: dict[str, str] = {}
         self._final = _FinalData()
 
     def __repr__(self) -> str:
@@ -268,15 +274,19 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             self._add_values(entries, report, len(path))
             self._reports[dotted(path)] = report
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._others = {
-                name: fingerprint(value)
-                for name, value in self.state_dict.items()
-                if not (isinstance(value, DTensor | ShardedTensor) or lies_on_meta(value))
-            }
+            self._fingerprint(tuple(f"{dotted(path)}." for path, _ in models))
         for key, (path, value) in flat.items():
             entries = save_entries(value, layouts[key], path)
             optimizer = optimizers.get(key)
             self._add(key, len(path), entries, layout=layouts[key], optimizer=optimizer)
+
+    def _fingerprint(self, models: tuple[str, ...]) -> None:
+        """Digests of the values of which one rank's are saved, below ``models`` and elsewhere."""
+        models += self._model_keys
+        for name, value in self.state_dict.items():
+            if not (isinstance(value, DTensor | ShardedTensor) or lies_on_meta(value)):
+                of = self._of_models if name.startswith(models) else self._others
+                of[name] = fingerprint(value)
 
     def _add(
         self,
@@ -353,7 +363,9 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         self.plan = dataclasses.replace(
             plan,
             items=[*plan.items, *self._items],
-            planner_data=_LocalData(dict(self.mappings), self._reports, self._others),
+            planner_data=_LocalData(
+                dict(self.mappings), self._reports, self._others, self._of_models
+            ),
         )
         return watched(self._in_use.hold(self.plan), "save")
 
@@ -364,7 +376,8 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
 
         Raises:
             LayoutError: scalars or group options differ between ranks that hold the same part of
-                the model, or elements of a state tensor are held by no rank that takes part.
+                the model, other values between any ranks, or elements of a state tensor are held
+                by no rank that takes part.
         """
         data = [plan.planner_data for plan in all_plans]
         if not all(isinstance(d, _LocalData) for d in data):
@@ -373,7 +386,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             dataclasses.replace(plan, planner_data=d.mappings)
             for plan, d in zip(all_plans, data, strict=True)
         ]
-        warn_of_others([d.others for d in data])
+        check_others([d.others for d in data], [d.of_models for d in data])
         finals = [_FinalData() for _ in plans]
         infos: dict[str, SavedInfo] = {}
         for key in dict.fromkeys(key for d in data for key in d.reports):
