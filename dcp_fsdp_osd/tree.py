@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import io
 import itertools
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -160,53 +159,86 @@ def put_in_place(root: Any, path: Path, value: Any) -> bool:
 
 def digest(value: Any) -> str:
     """Equal for equal values, tensors bit for bit; a tensor's device does not count."""
-    return hashlib.sha256(_canonical(value)).hexdigest()[:16]
+    try:
+        text = _Digest().text(value)
+    except _Unwalkable:  # it holds itself: then which parts are the same object counts too
+        try:
+            text = _Digest().pickled(value, by_value=(torch.Tensor,))
+        except _Unwalkable:  # it is refused where it is written
+            text = f"unpicklable {type(value).__qualname__}".encode()
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
-def _canonical(value: Any) -> bytes:  # noqa: PLR0911
-    # Not pickle for all: its bytes depend on which parts are the same object.
-    if isinstance(value, DTensor):
-        return f"{value.placements}{tuple(value.shape)}".encode() + _canonical(value.to_local())
-    if isinstance(value, torch.Tensor):
-        plain = value.detach().cpu().contiguous()
-        data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
-        return f"{plain.dtype}{tuple(plain.shape)}".encode() + data
-    if isinstance(value, Mapping):
-        items = (_canonical(k) + b":" + _canonical(v) for k, v in value.items())
-        return b"{" + b",".join(sorted(items)) + b"}"
-    if isinstance(value, set | frozenset):
-        return b"set" + b",".join(sorted(map(_canonical, value)))
-    if isinstance(value, list | tuple):
-        return type(value).__name__.encode() + b"[" + b",".join(map(_canonical, value)) + b"]"
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return f"{type(value).__name__} {value!r}".encode()
-    for shared in (False, True):
-        with contextlib.suppress(Exception):  # what pickle refuses is refused when written
-            stream = io.BytesIO()
-            _Canonical(stream, shared=shared).dump(value)
-            return stream.getvalue()
-    return f"unpicklable {type(value).__qualname__}".encode()
+class _Unwalkable(Exception):
+    """A value holds itself, or something that cannot be pickled."""
 
 
-class _Canonical(pickle.Pickler):
-    """Equal bytes for equal objects, whatever parts of them are the same object.
+class _Digest:
+    """What values are, in bytes, whatever parts of them are the same object; for one value.
 
-    Args:
-        shared: for objects that refer to themselves: parts that are the same object tell.
+    Pickle's own bytes tell which parts are, and the order of sets. A part that is met again is not
+    walked again.
     """
 
-    def __init__(self, stream: io.BytesIO, *, shared: bool) -> None:
-        super().__init__(stream, protocol=4)
-        self.fast = not shared
-        self._by_value = torch.Tensor if shared else (torch.Tensor, dict, set, frozenset)
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, bytes]] = {}  # id -> the value, kept alive, and its hash
+        self._open: set[int] = set()
+
+    def text(self, value: Any) -> bytes:  # noqa: PLR0911
+        if isinstance(value, DTensor):
+            return f"{value.placements}{tuple(value.shape)}".encode() + self.text(value.to_local())
+        if isinstance(value, torch.Tensor):
+            plain = value.detach().cpu().contiguous()
+            data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
+            return f"{plain.dtype}{tuple(plain.shape)}".encode() + data
+        if isinstance(value, Mapping):
+            items = (self.part(k) + b":" + self.part(v) for k, v in value.items())
+            return b"{" + b",".join(sorted(items)) + b"}"
+        if isinstance(value, set | frozenset):
+            return b"set" + b",".join(sorted(map(self.part, value)))
+        if isinstance(value, list | tuple):
+            return type(value).__name__.encode() + b"[" + b",".join(map(self.part, value)) + b"]"
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+            return f"{type(value).__name__} {value!r}".encode()
+        return self.pickled(value, by_value=(torch.Tensor, dict, set, frozenset))
+
+    def part(self, value: Any) -> bytes:
+        """The hash of :meth:`text`."""
+        key = id(value)
+        if key in self._known:
+            return self._known[key][1]
+        if key in self._open:
+            raise _Unwalkable
+        self._open.add(key)
+        try:
+            found = hashlib.sha256(self.text(value)).digest()
+        finally:
+            self._open.discard(key)
+        self._known[key] = value, found
+        return found
+
+    def pickled(self, value: Any, *, by_value: tuple[type, ...]) -> bytes:
+        """Its pickle, but for parts that are `by_value`."""
+        stream = io.BytesIO()
+        pickler = _Pickler(stream, protocol=4)
+        pickler.by_value, pickler.part = by_value, self.part
+        pickler.fast = dict in by_value  # equal parts are written alike, the same or not
+        try:
+            pickler.dump(value)
+        except Exception as error:
+            raise _Unwalkable from error
+        return stream.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes parts of some types by the hash of their value."""
+
+    by_value: tuple[type, ...]
+    part: Callable[[Any], bytes]
 
     def persistent_id(self, value: Any) -> bytes | None:
-        """What pickle would write anew for each equal object, or in any order, as its value."""
-        if not isinstance(value, self._by_value) or not (
-            isinstance(value, torch.Tensor) or type(value) in (dict, set, frozenset)
-        ):
-            return None
-        return _canonical(value)
+        exact = type(value) in self.by_value
+        return self.part(value) if exact or isinstance(value, torch.Tensor) else None
 
 
 _SMALL = 1 << 20  # bytes of a tensor of which each counts

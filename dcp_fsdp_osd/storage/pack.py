@@ -163,7 +163,7 @@ def pack(
             WriteResult(
                 index=item.index,
                 size_in_bytes=packer.position - begin,
-                storage_data=storage_info(entry),
+                storage_data=storage_info(entry, None if checksum is None else checksum.name),
             )
         )
     if packer.chunk.size or packer.position == 0:

@@ -154,8 +154,10 @@ class StreamingReader(HasRole, StorageReader):
         with self.stats.timed("metadata"):
             try:
                 metadata = self._load_metadata(rank)
-            except Exception as error:
+            except BaseException as error:
                 failure = self._session.portable(error)
+                if not isinstance(failure, Exception):
+                    raise
                 # Only the absence of the metadata may be answered by those of one rank.
                 missing = isinstance(failure.__cause__, FileNotFoundError)
                 if missing:

@@ -139,7 +139,6 @@ class StreamingWriter(HasRole, StorageWriter):
         self._part_size = part_size
         self._max_inflight = max_inflight_bytes
         self._checksum = checksum
-        self._algorithm: str | None = None  # of this save, once it is agreed
         self._progress = progress
         self._stall = stall_seconds
         self._ticket = _Ticket(_unique())
@@ -201,8 +200,9 @@ class StreamingWriter(HasRole, StorageWriter):
         able = {
             plan.storage_data.checksum for plan in plans if isinstance(plan.storage_data, _Ticket)
         }
-        common = able.pop() if len(able) == 1 else None
-        self._algorithm = (common or "crc32") if self._checksum else None
+        # None tells where all plans are cached ones, whose ranks go on as in the save before.
+        common = able.pop() if len(able) == 1 else best_checksum().name if not able else "crc32"
+        algorithm = common if self._checksum else None
         return [
             replace(
                 plan,
@@ -213,7 +213,7 @@ class StreamingWriter(HasRole, StorageWriter):
                     prefix=f"__{number if self._metadata_rank is None else self._metadata_rank}_",
                     save_id=save_id,
                     ranks=len(plans),
-                    checksum=self._algorithm,
+                    checksum=algorithm,
                 ),
             )
             for number, plan in enumerate(plans)
@@ -246,7 +246,7 @@ class StreamingWriter(HasRole, StorageWriter):
     @portable_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check every file's size, then commit, then delete what was overwritten."""
-        files = fill_metadata(metadata, results, self._algorithm)
+        files = fill_metadata(metadata, results)
         metadata.version = "1.0.0"
         metadata.storage_meta = self.storage_meta()
         with self.stats.timed("commit"):

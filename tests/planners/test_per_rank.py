@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,25 @@ def test_digests_of_equal_objects() -> None:
     assert digest(left) == digest(right) != digest(make())
     right.matrix = right.matrix + 1
     assert digest(left) != digest(right)
+
+
+def test_digests_of_deep_shared_and_cyclic_objects() -> None:
+    """Each part is walked once, however many ways lead to it."""
+
+    def linked(last: float) -> Any:
+        nodes = [Preconditioner(torch.full((2,), float(n))) for n in range(40)]
+        for number, node in enumerate(nodes):
+            near = nodes[max(0, number - 3) : number + 4]
+            node.near = {f"{k}": other for k, other in enumerate(near)}
+        nodes[-1].matrix = torch.full((2,), last)
+        return {"first": nodes[0], 1: nodes}
+
+    shared: Any = {"leaf": torch.ones(2)}
+    for _ in range(100):
+        shared = {"a": shared, "b": shared}
+    assert digest(shared) == digest(dict(shared)) != digest({"a": shared})
+    assert digest(linked(1.0)) == digest(linked(1.0)) != digest(linked(2.0))
+    assert digest([threading.Lock()]) == digest([threading.Lock()])
 
 
 class PerPiece(torch.optim.SGD):

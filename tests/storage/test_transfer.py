@@ -299,6 +299,7 @@ def test_what_a_reader_tells_planners(tmp_path: Path, url: str, shown: str, remo
             "reports_errors": True,
             "url": shown.format(folder=tmp_path),
             "remote": remote,
+            "save": None,
         }
     }
     assert plan.planner_data == "kept"
