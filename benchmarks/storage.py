@@ -20,6 +20,8 @@ the worst rank's resident memory above its start, in MiB.
 All ranks and the server share this machine's cores: at several ranks the cores are the limit, so
 compare ratios, not rates.  SeaweedFS takes uploads at the disk's speed, so it is saved to at world
 size 1 alone.  s3torchconnector is measured where it is installed.
+
+``columns`` reads boxes of short runs from the local disk, in one process.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import Any
 from benchmarks.launch import run_ranks
 from benchmarks.measure import Measured, combine, median, table, write_json
 from benchmarks.s3_server import s3_server
+from benchmarks.storage_columns import columns
 from benchmarks.storage_ranks import Job, Phase, state_bytes
 from benchmarks.storage_variants import Place, connector_missing
 
@@ -133,7 +136,7 @@ def main() -> None:
     parser.add_argument("--save", type=int, nargs="*", help="world sizes of the saves alone")
     parser.add_argument("--load", type=_way, nargs="*", help="loads alone, as SAVED-LOADING")
     parser.add_argument("--latency", type=float, nargs="+", default=[0.0, 30.0], help="ms, of s3")
-    parser.add_argument("--only", nargs="+", default=["disk", "s3", "seaweed"])
+    parser.add_argument("--only", nargs="+", default=["disk", "s3", "seaweed", "columns"])
     parser.add_argument("--folder", help="where on the local disk (default: the temporary folder)")
     parser.add_argument("--json", help="write all figures here")
     options = parser.parse_args()
@@ -154,6 +157,8 @@ def main() -> None:
     if missing is not None:
         print(missing)
     begin = time.monotonic()
+    if "columns" in options.only:
+        results += columns(options.folder, rounds)
     with _places(options.only, options.folder, mib, options.latency) as places:
         roots = {(place.root, place.endpoint): place for place, _ in places}
         sources = {source for source, _ in loads}
