@@ -31,6 +31,7 @@ GRAIN = 16
 """Bytes of the largest element: what is read is cut at multiples of it."""
 _ENVELOPE = 1 << 14  # more than a header, or a trailer without its table, can have
 _NEAR = 1 << 16  # runs that begin this close together are read with what lies between them
+_SERIAL = 1 << 15  # elements that torch copies on one thread
 ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
@@ -168,9 +169,7 @@ class Item:
                 source = narrowed_view(
                     box_view(flat, position, box.sizes), _minus(part, box), part.sizes
                 )
-                narrowed_view(target, _minus(part, wanted), part.sizes).copy_(
-                    source, non_blocking=True
-                )
+                _copy(narrowed_view(target, _minus(part, wanted), part.sizes), source)
             position += box.numel
 
     def commit(self, planner: LoadPlanner) -> None:
@@ -180,6 +179,22 @@ class Item:
             self.tensor.copy_(self.staged)
         planner.commit_tensor(self.read, self.tensor)
         self.tensor = self.view = self.staged = None
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy in steps that torch does not spread over threads, which other threads' reads delay."""
+    if not target.is_cpu:
+        target.copy_(source, non_blocking=True)
+        return
+    dim = next((dim for dim, size in enumerate(source.shape) if size > 1), 0)
+    if source.numel() <= _SERIAL or not source.dim():
+        target.copy_(source)
+        return
+    step = max(_SERIAL * source.shape[dim] // source.numel(), 1)
+    for to, piece in zip(
+        torch.split(target, step, dim), torch.split(source, step, dim), strict=True
+    ):
+        to.copy_(piece)
 
 
 def _minus(box: Box, origin: Box) -> tuple[int, ...]:
