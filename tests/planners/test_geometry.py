@@ -123,7 +123,7 @@ def _state(layout: FlatLayout, whole: dict[str, torch.Tensor]) -> dict[str, Any]
             value = torch.zeros(param.numel)
             for s in param.segments:
                 value[s.offset : s.offset + s.numel] = whole[s.fqn].flatten()[s.start : s.stop]
-        state[i] = {"exp_avg": value, "step": torch.tensor(3.0)}
+        state[i] = {"exp_avg": value, "exp_avg_sq": value.clone(), "step": torch.tensor(3.0)}
     return state
 
 
