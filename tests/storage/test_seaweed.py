@@ -115,9 +115,9 @@ def test_an_existing_checkpoint_is_an_error(weed: SeaweedS3, backend: str) -> No
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_of_two_saves_at_once_one_wins(weed: SeaweedS3, backend: str) -> None:
-    """Both find the place empty; the conditional PUT of the commit decides.
+    """Both find the place empty, and go to commit at the same time.
 
-    The proxy holds back both commits until the other one was sent, so neither sees the other's.
+    The proxy holds back the notes by which they take turns until the other one was sent.
     """
     url, states = weed.url(f"race-{backend}/step-1"), [make_state(6), make_state(7)]
     failed: list[int] = []
@@ -129,7 +129,7 @@ def test_of_two_saves_at_once_one_wins(weed: SeaweedS3, backend: str) -> None:
             failed.append(number)
 
     with fault_proxy(weed) as proxy:
-        held = proxy.inject(Fault.delay(1.0), method="PUT", path=r"\.metadata(\?|$)", times=2)
+        held = proxy.inject(Fault.delay(1.0), method="PUT", path=r"\.committing(\?|$)", times=2)
         threads = [threading.Thread(target=run, args=(i, proxy.s3)) for i in range(2)]
         for thread in threads:
             thread.start()
