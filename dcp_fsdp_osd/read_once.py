@@ -6,11 +6,9 @@ plans for all (:func:`plan_reads`); each rank then begins its part (:meth:`Share
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +24,7 @@ from .exchange import Exchange
 from .exchange_plan import RankSchedule, plan_exchange
 from .shared_reads import Participant, in_order
 from .storage.location import is_local
+from .storage.metadata import no_collections
 
 __all__ = ["Broadcast", "RankReads", "SharedReads", "about_reader", "describe", "plan_reads"]
 
@@ -169,7 +168,7 @@ def plan_reads(
             Participant(t.rank, t.host, can_read, items, t.dtypes, t.cuda, t.digest)
         )
     spread = any(t.spread for t in told)
-    with _no_garbage_collection():
+    with no_collections():  # millions of small values for thousands of ranks
         plan = plan_exchange(
             participants,
             metadata,
@@ -182,18 +181,6 @@ def plan_reads(
         return None
     session = uuid.uuid4().hex
     return [SharedReads(schedule, session) for schedule in plan.ranks]
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Planning makes millions of small values for thousands of ranks, and no cycles of them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def about_reader(plan: LoadPlan) -> dict[str, Any]:

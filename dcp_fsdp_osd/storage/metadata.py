@@ -54,6 +54,7 @@ __all__ = [
     "fill_metadata",
     "load_metadata",
     "metadata_name",
+    "no_collections",
     "storage_info",
 ]
 
@@ -249,13 +250,13 @@ def load_metadata(
         UnsafeCheckpointError: the pickle wants a class that is not DCP metadata's, and not
             `allow_pickle`.
     """
-    with _no_collections():
+    with no_collections():
         return _load_metadata(data, what, allow_pickle=allow_pickle, rank=rank)
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Without the cycle collector, which would walk a million new objects again and again."""
+def no_collections() -> Iterator[None]:
+    """Without the cycle collector, which would walk millions of new objects again and again."""
     was_on = gc.isenabled()
     gc.disable()
     try:
