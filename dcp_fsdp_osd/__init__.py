@@ -1,9 +1,13 @@
 """FSDP optimizer state in ``torch.distributed.checkpoint`` without gathering a tensor.
 
 See :class:`FlatOptimSavePlanner` and :class:`FlatOptimLoadPlanner`.
+
+The rooms, each importing from those below it only (``tests/test_house.py``): ``verify``, ``save``,
+``load``, ``stateful``, ``lowbit``, ``exchange``, ``storage``, ``checkpoint`` (the written format),
+``fsdp``, ``misuse``, ``layout``, and what all share. Each says in its docstring what belongs to it.
 """
 
-from .errors import (
+from dcp_fsdp_osd.errors import (
     CheckpointMismatchError,
     CorruptCheckpointError,
     ExchangeError,
@@ -13,14 +17,19 @@ from .errors import (
     UnsafeCheckpointError,
     UnsupportedTorchError,
 )
-from .full_state import FullStateReader
-from .layout import FlatLayout
-from .load_planner import FlatOptimLoadPlanner
-from .model_state import FlatModelState
-from .optim_state import FlatOptimState
-from .save_planner import FlatOptimSavePlanner
-from .storage import StreamingReader, StreamingWriter, latest
-from .verify import Difference, Verification, verify_model_state, verify_optim_state
+from dcp_fsdp_osd.layout import FlatLayout
+from dcp_fsdp_osd.load.planner import FlatOptimLoadPlanner
+from dcp_fsdp_osd.save.planner import FlatOptimSavePlanner
+from dcp_fsdp_osd.stateful.model import FlatModelState
+from dcp_fsdp_osd.stateful.optim import FlatOptimState
+from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter, latest
+from dcp_fsdp_osd.storage.full_state import FullStateReader
+from dcp_fsdp_osd.verify import (
+    Difference,
+    Verification,
+    verify_model_state,
+    verify_optim_state,
+)
 
 __all__ = [
     "CheckpointMismatchError",

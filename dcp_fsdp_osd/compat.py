@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import UnsupportedTorchError
+from dcp_fsdp_osd.errors import UnsupportedTorchError
 
 __all__ = [
     "PROPERTIES",

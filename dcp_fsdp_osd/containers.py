@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import LayoutError
-from .tree import Path, dotted, is_entered_list
+from dcp_fsdp_osd.errors import LayoutError
+from dcp_fsdp_osd.tree import Path, dotted, is_entered_list
 
 __all__ = ["Container", "Containers", "containers_of", "key_clashes", "remade", "unlike"]
 

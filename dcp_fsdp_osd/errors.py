@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = [
     "CheckpointMismatchError",
@@ -23,6 +23,7 @@ __all__ = [
     "listed",
     "message_of",
     "portable_errors",
+    "several",
     "survives_pickling",
 ]
 
@@ -67,6 +68,12 @@ def listed(lines: Iterable[str], most: int = 10) -> str:
     every = list(lines)
     more = [f"... and {len(every) - most} more"] if len(every) > most else []
     return "\n  ".join(every[:most] + more)
+
+
+def several(names: Sequence[str], most: int = 10) -> str:
+    """Names within a line of a message: no more than ``most``, and a count."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def survives_pickling(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .errors import listed
+from dcp_fsdp_osd.errors import listed, several
 
 __all__ = ["OptimClass", "describe_optim"]
 
@@ -124,10 +124,9 @@ class OptimClass:
                 f"of the checkpoint's param groups are taken: {options}"
             )
         for names, fqns in self._foreign.items():
-            more = f" and {len(fqns) - 3} more" if len(fqns) > 3 else ""
             lines.append(
                 f"state that {self.name} does not keep is loaded: {', '.join(names)} "
-                f"(of {', '.join(fqns[:3])}{more})"
+                f"(of {several(fqns, 3)})"
             )
         if lines:
             warnings.warn(f"{key}: {listed(lines)}", stacklevel=2)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from .errors import LayoutError
+from dcp_fsdp_osd.errors import LayoutError
 
 __all__ = [
     "Path",

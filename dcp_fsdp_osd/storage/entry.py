@@ -31,6 +31,8 @@ from dcp_fsdp_osd.errors import CorruptCheckpointError
 
 __all__ = [
     "ALIGNMENT",
+    "MAX32",
+    "STORAGE_CLASS",
     "block_size",
     "contiguous_strides",
     "table_bytes",

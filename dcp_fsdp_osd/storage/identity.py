@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from dcp_fsdp_osd.errors import CheckpointMismatchError
+from dcp_fsdp_osd.errors import CheckpointMismatchError, listed, several
 
 __all__ = ["Identity", "check_one_checkpoint", "identify"]
 
@@ -66,20 +66,15 @@ def check_one_checkpoint(found: Sequence[Identity], ranks: Sequence[int] | None 
         places = list(dict.fromkeys(found[number].place for number in members))
         who = [str(ranks[number] if ranks else number) for number in members]
         lines.append(
-            f"rank{'s' if len(who) > 1 else ''} {_listed(who)}: save {save[:12]} at "
-            f"{_listed(places)}"
+            f"rank{'s' if len(who) > 1 else ''} {several(who)}: save {save[:12]} at "
+            f"{several(places)}"
         )
     raise CheckpointMismatchError(
         "the ranks do not load the same checkpoint:\n  "
-        + "\n  ".join(lines[:10])
-        + (f"\n  and {len(lines) - 10} more" if len(lines) > 10 else "")
+        + listed(lines)
         + "\nPass the same one on all ranks, on storage that all of them see; "
         "latest(..., process_group=group) gives all ranks one answer"
     )
-
-
-def _listed(values: Sequence[str]) -> str:
-    return ", ".join(values[:8]) + (f" and {len(values) - 8} more" if len(values) > 8 else "")
 
 
 def _of_one_rank(metadata: Metadata) -> bool:

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from dcp_fsdp_osd.geometry import box_view, boxes_of_interval, narrowed_view
+from dcp_fsdp_osd.layout.geometry import box_view, boxes_of_interval, narrowed_view
 
 __all__ = [
     "DTYPES",

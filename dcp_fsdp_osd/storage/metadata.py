@@ -40,12 +40,10 @@ from dcp_fsdp_osd.storage.pickles import PickleError
 from dcp_fsdp_osd.storage.store import check_name
 
 __all__ = [
-    "HEAD_BYTES",
     "KIND_BYTES",
     "KIND_OPAQUE",
     "KIND_TENSOR",
     "MAX_METADATA_BYTES",
-    "TAIL_BYTES",
     "EntryInfo",
     "check_ends",
     "checksum_name",

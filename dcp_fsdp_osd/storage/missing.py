@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_fsdp_osd.storage.latest import natural
 from dcp_fsdp_osd.storage.location import local_path, parent
+from dcp_fsdp_osd.storage.opening import open_store
 from dcp_fsdp_osd.storage.session import Session
-from dcp_fsdp_osd.storage.store import open_store
 
 __all__ = ["Unreadable", "look_around"]
 

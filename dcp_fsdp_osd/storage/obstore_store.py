@@ -25,14 +25,7 @@ from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.location import split_url
 from dcp_fsdp_osd.storage.options import did_you_mean, for_obstore, means_fsspec
 from dcp_fsdp_osd.storage.redact import display_url, redact
-from dcp_fsdp_osd.storage.store import (
-    Commit,
-    Limits,
-    NoRetryError,
-    StoreConfig,
-    causes,
-    scatter,
-)
+from dcp_fsdp_osd.storage.store import Commit, Limits, NoRetryError, StoreConfig, causes, scatter
 
 __all__ = ["ObstoreStore", "serves"]
 

@@ -31,7 +31,7 @@ from dcp_fsdp_osd.storage.metadata import (
 )
 from dcp_fsdp_osd.storage.plain_objects import refused_names
 
-__all__ = ["Chunk", "FilePlan", "pack", "plan_files"]
+__all__ = ["Chunk", "FilePlan", "item_bytes", "pack", "plan_files"]
 
 SMALL = 1 << 16
 """Items below this many bytes are laid side by side at the start of a rank's first file."""

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
-from dcp_fsdp_osd.roles import HasRole, check_path, check_positive
+from dcp_fsdp_osd.misuse.arguments import HasRole, check_path, check_positive
+from dcp_fsdp_osd.misuse.waiting import watched
 from dcp_fsdp_osd.storage.checksum import Checksum, checksum_named
 from dcp_fsdp_osd.storage.fetch import Fetcher
 from dcp_fsdp_osd.storage.flat_guard import Entries
@@ -37,7 +38,6 @@ from dcp_fsdp_osd.storage.once import from_first_rank
 from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors, telling
 from dcp_fsdp_osd.storage.store import Backend
 from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats
-from dcp_fsdp_osd.waiting import watched
 
 __all__ = ["StreamingReader"]
 

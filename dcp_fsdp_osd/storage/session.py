@@ -11,8 +11,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from dcp_fsdp_osd.errors import StorageError, message_of, survives_pickling
 from dcp_fsdp_osd.storage.location import is_local, resolve, split_url
+from dcp_fsdp_osd.storage.opening import open_store
 from dcp_fsdp_osd.storage.redact import cleaned, display_url, redact, url_secrets
-from dcp_fsdp_osd.storage.store import Backend, Store, StoreConfig, open_store
+from dcp_fsdp_osd.storage.store import Backend, Store, StoreConfig
 from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats, retrying
 
 __all__ = ["Session", "accepts", "make_session", "portable_errors", "telling"]

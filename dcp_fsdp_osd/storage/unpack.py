@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError, UnsafeCheckpointError
-from dcp_fsdp_osd.geometry import Box, box_view, boxes_of_interval, narrowed_view
+from dcp_fsdp_osd.layout.geometry import Box, box_view, boxes_of_interval, narrowed_view
 from dcp_fsdp_osd.storage.checksum import Checksum
 from dcp_fsdp_osd.storage.entry import block_size, table_bytes, unpack_table
 from dcp_fsdp_osd.storage.foreign import ForeignTensor, parse_foreign
@@ -25,7 +25,16 @@ from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo, entry_info
 from dcp_fsdp_osd.storage.plain_objects import numpy_object
 from dcp_fsdp_osd.storage.ranges import Piece, Segment, box_pieces, segments
 
-__all__ = ["GRAIN", "Entry", "Index", "Item", "TensorEntry", "WholeEntry"]
+__all__ = [
+    "GRAIN",
+    "Entry",
+    "Index",
+    "Item",
+    "TensorEntry",
+    "WholeEntry",
+    "foreign_entry",
+    "tensor_entry",
+]
 
 GRAIN = 16
 """Bytes of the largest element: what is read is cut at multiples of it."""

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_fsdp_osd.errors import StorageError
-from dcp_fsdp_osd.roles import HasRole, check_path, check_positive
+from dcp_fsdp_osd.misuse.arguments import HasRole, check_path, check_positive
+from dcp_fsdp_osd.misuse.waiting import watched
 from dcp_fsdp_osd.storage.checksum import best_checksum, checksum_named
 from dcp_fsdp_osd.storage.commit import Committer
 from dcp_fsdp_osd.storage.flat_guard import check_flat_pieces
@@ -27,7 +28,6 @@ from dcp_fsdp_osd.storage.progress import Progress
 from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors
 from dcp_fsdp_osd.storage.store import Backend, Limits, Upload
 from dcp_fsdp_osd.storage.transfer import Budget, InOrder, Pool, RetryPolicy, Stats
-from dcp_fsdp_osd.waiting import watched
 
 __all__ = ["StreamingWriter"]
 

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_fsdp_osd.exchange_memory import pack, unpack
-from dcp_fsdp_osd.exchange_plan import ExchangePlan, RankSchedule
-from dcp_fsdp_osd.geometry import Box
-from dcp_fsdp_osd.load_schedule import object_item
-from dcp_fsdp_osd.shared_reads import Part, Participant, in_order
+from dcp_fsdp_osd.exchange.buffers import pack, unpack
+from dcp_fsdp_osd.exchange.regions import Part, Participant, in_order
+from dcp_fsdp_osd.exchange.schedule import ExchangePlan, RankSchedule
+from dcp_fsdp_osd.layout.geometry import Box
+from dcp_fsdp_osd.load.schedule import object_item
 
 Want = tuple[str, Box | None]
 
@@ -127,7 +127,7 @@ class Outcome:
 
 
 def execute(plan: ExchangePlan, participants: Sequence[Participant], saved: Saved) -> Outcome:
-    """Run a plan as :class:`~dcp_fsdp_osd.exchange.Exchange` does, all ranks in lockstep."""
+    """Run a plan as :class:`~dcp_fsdp_osd.exchange.worker.Exchange` does, all ranks in lockstep."""
     memory: list[dict[ReadItem, torch.Tensor]] = []
     got: list[dict[ReadItem, torch.Tensor]] = []
     for p in participants:

@@ -21,7 +21,7 @@ from dcp_fsdp_osd import (
     StreamingReader,
     StreamingWriter,
 )
-from dcp_fsdp_osd.shared_reads import narrowed
+from dcp_fsdp_osd.exchange.regions import narrowed
 from tests.exchange.jobs import CountingReader, large, whole, wrapped
 from tests.models import MODELS, two_groups
 from tests.planners.checks import OPTIMIZERS, assert_same, load, make, raw, save

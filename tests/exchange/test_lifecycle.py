@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_fsdp_osd import FlatOptimLoadPlanner, StreamingReader
-from dcp_fsdp_osd.channels import Channels
 from dcp_fsdp_osd.errors import ExchangeError
-from dcp_fsdp_osd.exchange_memory import HELD_BYTES, STAGING_BYTES, Staging, joined, pack, unpack
+from dcp_fsdp_osd.exchange.buffers import HELD_BYTES, STAGING_BYTES, Staging, joined, pack, unpack
+from dcp_fsdp_osd.exchange.transport import Channels
 from tests.exchange.jobs import whole, wrapped
 from tests.planners.checks import assert_same, make, raw, save
 from tests.ranks import run_ranks

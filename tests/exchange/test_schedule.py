@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from dcp_fsdp_osd.exchange_plan import ExchangePlan, plan_exchange
-from dcp_fsdp_osd.exchange_rounds import Sizes
-from dcp_fsdp_osd.geometry import Box, boxes_of_interval
-from dcp_fsdp_osd.shared_reads import Part
+from dcp_fsdp_osd.exchange.regions import Part
+from dcp_fsdp_osd.exchange.rounds import Sizes
+from dcp_fsdp_osd.exchange.schedule import ExchangePlan, plan_exchange
+from dcp_fsdp_osd.layout.geometry import Box, boxes_of_interval
 from tests.exchange.simulate import (
     Saved,
     execute,

@@ -17,8 +17,8 @@ from dcp_fsdp_osd import (
     FlatOptimSavePlanner,
     StreamingWriter,
     verify_model_state,
-    waiting,
 )
+from dcp_fsdp_osd.misuse import waiting
 from tests.mistakes.case import Bench, mistake
 from tests.models import Mlp
 from tests.planners.checks import make

@@ -15,12 +15,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from dcp_fsdp_osd import (
-    FlatModelState,
-    FlatOptimSavePlanner,
-    FlatOptimState,
-    StreamingWriter,
-)
+from dcp_fsdp_osd import FlatModelState, FlatOptimSavePlanner, FlatOptimState, StreamingWriter
 from tests.planners.checks import make
 from tests.ranks import type_names
 

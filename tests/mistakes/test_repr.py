@@ -16,7 +16,7 @@ from dcp_fsdp_osd import (
     StreamingReader,
     StreamingWriter,
 )
-from dcp_fsdp_osd.layout import simulate, units_of
+from dcp_fsdp_osd.layout.flat import simulate, units_of
 
 SECRET = "wJalrXUtnFEMI"
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-from dcp_fsdp_osd import FlatOptimSavePlanner, StreamingWriter, waiting
+from dcp_fsdp_osd import FlatOptimSavePlanner, StreamingWriter
+from dcp_fsdp_osd.misuse import waiting
 from tests.mistakes.alone import soon
 from tests.mistakes.case import heard
 from tests.planners.checks import make

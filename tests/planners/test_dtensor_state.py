@@ -23,11 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from dcp_fsdp_osd import (
-    FlatOptimLoadPlanner,
-    FlatOptimState,
-    verify_optim_state,
-)
+from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimState, verify_optim_state
 from tests.models import Mlp, wrap_fsdp1
 from tests.planners.checks import assert_same, load, save
 from tests.ranks import RankError, run_ranks

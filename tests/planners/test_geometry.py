@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimSavePlanner, LayoutError
-from dcp_fsdp_osd.fsdp import Target, describe_target
-from dcp_fsdp_osd.geometry import Box, boxes_of_interval, dim_order
-from dcp_fsdp_osd.layout import FlatLayout, Segment, simulate, units_of
-from dcp_fsdp_osd.save_agree import complement, share_out
+from dcp_fsdp_osd.fsdp.optim import Target, describe_target
+from dcp_fsdp_osd.layout.flat import FlatLayout, Segment, simulate, units_of
+from dcp_fsdp_osd.layout.geometry import Box, boxes_of_interval, dim_order
+from dcp_fsdp_osd.save.agree import complement, share_out
 from tests.models import MODELS, wrap_fsdp1
 from tests.ranks import run_ranks
 

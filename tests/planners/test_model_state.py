@@ -37,7 +37,7 @@ from dcp_fsdp_osd import (
     StreamingWriter,
     verify_model_state,
 )
-from dcp_fsdp_osd.optim_state import GUARD_KEY
+from dcp_fsdp_osd.stateful.guard import GUARD_KEY
 from tests.models import MODELS, Block, Conv, Mlp, adamw, inner, train_steps, wrap_fsdp1
 from tests.planners.checks import assert_same
 from tests.planners.test_two_dims import LAYOUTS

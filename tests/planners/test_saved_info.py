@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from dcp_fsdp_osd import verify_optim_state
-from dcp_fsdp_osd.saved_info import INFO_KEY
+from dcp_fsdp_osd.checkpoint import INFO_KEY
 from tests.planners.checks import assert_same, load, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -33,14 +33,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp_fsdp_osd import (
-    FlatModelState,
-    FlatOptimLoadPlanner,
-    FlatOptimSavePlanner,
-    LayoutError,
-)
-from dcp_fsdp_osd.fsdp import describe_target
-from dcp_fsdp_osd.optim_state import GUARD_KEY
+from dcp_fsdp_osd import FlatModelState, FlatOptimLoadPlanner, FlatOptimSavePlanner, LayoutError
+from dcp_fsdp_osd.fsdp.optim import describe_target
+from dcp_fsdp_osd.stateful.guard import GUARD_KEY
 from tests.models import Mlp, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, assert_same, differences, load, raw, save
 from tests.ranks import RankError, run_ranks

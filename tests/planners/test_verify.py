@@ -36,7 +36,7 @@ from dcp_fsdp_osd import (
     verify_model_state,
     verify_optim_state,
 )
-from dcp_fsdp_osd.compare import Ranges, differing
+from dcp_fsdp_osd.verify.elements import Ranges, differing
 from tests.models import Mlp, adamw, inner, train_steps, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, assert_same
 from tests.planners.test_model_state import KINDS, Rich, wrap, wrap_rich

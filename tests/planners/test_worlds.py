@@ -29,7 +29,7 @@ from dcp_fsdp_osd import (
     StreamingReader,
     StreamingWriter,
 )
-from dcp_fsdp_osd.fsdp import describe_target
+from dcp_fsdp_osd.fsdp.optim import describe_target
 from tests.models import (
     Conv,
     Mlp,

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter
-from dcp_fsdp_osd.storage.store import Store, StoreConfig, open_store
+from dcp_fsdp_osd.storage.opening import open_store
+from dcp_fsdp_osd.storage.store import Store, StoreConfig
 from tests.servers import S3Endpoint, SeaweedS3, moto_server, seaweed_server
 
 # A busy machine may take a second for what takes a millisecond.

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint import CheckpointException
 
 from dcp_fsdp_osd import FlatOptimLoadPlanner, StreamingReader, StreamingWriter, latest
 from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.opening import open_store
 from dcp_fsdp_osd.storage.options import for_obstore
-from dcp_fsdp_osd.storage.store import StoreConfig, open_store
+from dcp_fsdp_osd.storage.store import StoreConfig
 from tests.ranks import run_ranks
 from tests.servers import S3Endpoint
 from tests.storage.conftest import Place

@@ -12,13 +12,9 @@ import pytest
 from dcp_fsdp_osd.errors import StorageError, UnsafeCheckpointError
 from dcp_fsdp_osd.storage.local_store import LocalStore
 from dcp_fsdp_osd.storage.obstore_store import ObstoreStore, serves
+from dcp_fsdp_osd.storage.opening import open_store
 from dcp_fsdp_osd.storage.redact import redact
-from dcp_fsdp_osd.storage.store import (
-    Store,
-    StoreConfig,
-    check_name,
-    open_store,
-)
+from dcp_fsdp_osd.storage.store import Store, StoreConfig, check_name
 from tests.storage.conftest import Place
 
 PART = 5 << 20  # the smallest multipart part of S3

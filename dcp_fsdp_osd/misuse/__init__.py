@@ -1,0 +1,1 @@
+"""What callers get wrong, found early and said in a sentence."""

@@ -1,0 +1,569 @@
+"""FlatOptimSavePlanner: DCP's default save planner, plus flat optimizer state as boxes.
+
+Order of calls, by ``dcp.save``: ``set_up_planner`` and ``create_local_plan`` on every rank,
+``create_global_plan`` on the coordinator, ``finish_plan`` on every rank, then ``resolve_data``
+for each item from the storage writer.  No tensor crosses between ranks: local plans carry
+names, boxes and digests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.tensor import DTensor
+
+from dcp_fsdp_osd.checkpoint import INFO_KEY, SavedInfo, is_flattened
+from dcp_fsdp_osd.containers import Containers
+from dcp_fsdp_osd.errors import LayoutError
+from dcp_fsdp_osd.fsdp.optim import check_unwrapped, describe_target
+from dcp_fsdp_osd.layout.flat import FlatLayout
+from dcp_fsdp_osd.lowbit.save import agree_on_quantized
+from dcp_fsdp_osd.misuse.arguments import HasRole, check_key, check_optim, check_options
+from dcp_fsdp_osd.misuse.flat_form import check_rest
+from dcp_fsdp_osd.misuse.in_use import InUse
+from dcp_fsdp_osd.misuse.waiting import watched
+from dcp_fsdp_osd.optim_class import describe_optim
+from dcp_fsdp_osd.save.agree import (
+    Report,
+    agree_on_containers,
+    check_others,
+    drop_overlaps,
+    fill_holes,
+    share_out,
+    tensor_data,
+)
+from dcp_fsdp_osd.save.entries import SaveEntries, save_entries
+from dcp_fsdp_osd.save.groups import merge_groups
+from dcp_fsdp_osd.save.model import model_entries
+from dcp_fsdp_osd.save.per_rank import keep_per_rank, move
+from dcp_fsdp_osd.stateful.guard import guarded, without_guard
+from dcp_fsdp_osd.stateful.model import ModelGuard
+from dcp_fsdp_osd.stateful.optim import OptimGuard
+from dcp_fsdp_osd.tree import (
+    Path,
+    digest,
+    digest_scalars,
+    dotted,
+    find_optim,
+    fingerprint,
+    leaves,
+    lies_on_meta,
+    with_optim_removed,
+)
+
+__all__ = ["FlatOptimSavePlanner"]
+
+
+@dataclass
+class _LocalData:
+    """``planner_data`` of a local plan."""
+
+    mappings: dict[str, Path]
+    reports: dict[str, Report]
+    others: dict[str, str]  # key of what is no optimizer's and no model's -> digest
+    of_models: dict[str, str]
+
+
+@dataclass
+class _FinalData:
+    """``planner_data`` of a rank's share of the global plan."""
+
+    renamed: dict[str, str] = field(default_factory=dict)  # key to write -> key on this rank
+    values: dict[str, Any] = field(default_factory=dict)  # key to write -> value
+    zeros: set[MetadataIndex] = field(default_factory=set)  # what no rank has, and is zeros
+
+
+class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
+    """Write FSDP1 optimizer state from each rank's flat shard, with no gather.
+
+    Args:
+        model: the wrapped model; read for its layout, not kept. Needed for plain dicts of
+            optimizers alone: a :class:`FlatOptimState` carries its layout.
+        optim: its optimizer, or a mapping from key to optimizer for several. Given with `model`.
+        key: where the optimizer's state dict lies in the state dict that is saved; nested places
+            are written with dots (``"app.optim"``). Not used with a mapping.
+        model_key: where models' plain state dicts lie, or several of such keys: there, as in a
+            :class:`FlatModelState` (which is found wherever it lies), values may differ between
+            ranks, as batch statistics do, with a warning.
+        default_planner_options: of ``DefaultSavePlanner``. ``flatten_state_dict=False`` and
+            ``enable_plan_caching=True`` are refused.
+
+    The state dict holds ``optim.state_dict()`` as it is under each key, and any
+    :class:`FlatOptimState` and :class:`FlatModelState`. Everything else in it goes DCP's default
+    way; an optimizer's flat state that the planner was not told of is refused. The planner holds
+    layouts only and can be pickled to the process of ``async_save``; it may be used for
+    any number of saves as long as model and optimizer keep their parameters.
+
+    Raises:
+        LayoutError: from the constructor, if the optimizer's parameters are not the model's.
+        TypeError: from the constructor, for arguments of another kind.
+
+    Replaces ``FSDP.optim_state_dict`` before ``dcp.save``.
+    """
+
+    role = "dcp.save(planner=...)"
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optim: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+        *,
+        key: str = "optim",
+        model_key: str | Sequence[str] | None = "model",
+        **default_planner_options: Any,
+    ) -> None:
+        check_optim(model, optim, type(self).__name__, several=True)
+        check_key(key, type(self).__name__)
+        check_options(default_planner_options, DefaultSavePlanner, type(self))
+        optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim or {})
+        targets = {
+            name: describe_target(model, each) for name, each in optims.items() if model is not None
+        }
+        layouts = {name: target.layout for name, target in targets.items()}
+        self._init(layouts, default_planner_options)
+        keys = (model_key,) if isinstance(model_key, str) else tuple(model_key or ())
+        self._model_keys = tuple(f"{name}." for name in keys)
+        self._optimizers = {name: describe_optim(each) for name, each in optims.items()}
+        self._params: dict[str, list[weakref.ref[torch.Tensor]]] = {
+            name: [weakref.ref(param) for param in target.params]
+            for name, target in targets.items()
+        }
+
+    @classmethod
+    def from_layouts(
+        cls, layouts: Mapping[str, FlatLayout], **default_planner_options: Any
+    ) -> FlatOptimSavePlanner:
+        """The planner of optimizers (by key) of which only the layout is known.
+
+        For planning any rank of any world in one process.
+        """
+        planner = cls.__new__(cls)
+        planner._init(dict(layouts), default_planner_options)
+        planner._params, planner._model_keys = {}, ()
+        return planner
+
+    def _init(
+        self,
+        layouts: dict[str, FlatLayout],
+        options: dict[str, Any],
+    ) -> None:
+        for option, allowed in (("flatten_state_dict", True), ("enable_plan_caching", False)):
+            if options.get(option, allowed) != allowed:
+                raise ValueError(
+                    f"expected {option}={allowed}, found {options[option]}: "
+                    f"optimizer state is written under flattened keys, and plans depend on values "
+                    f"that DCP's class-level plan cache does not compare"
+                )
+        super().__init__(**options)
+        self._layouts = layouts
+        self._optimizers = {}
+        self._in_use = InUse()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pieces: dict[MetadataIndex, torch.Tensor] = {}
+        self._locals: dict[str, torch.Tensor] = {}
+        self._items: list[WriteItem] = []
+        self._reports: dict[str, Report] = {}
+        self._others: dict[str, str] = {}
+        self._of_models: dict[str, str] = {}
+        self._final = _FinalData()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._layouts or ''})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Layouts and options; what a save is about is set up anew where it is unpickled."""
+        state = dict(self.__dict__)
+        for name in (
+            "state_dict",
+            "plan",
+            "global_plan",
+            "metadata",
+            "_pieces",
+            "_locals",
+            "_items",
+        ):
+            state.pop(name, None)
+        empty = {"_reports": {}, "_final": _FinalData(), "mappings": {}}
+        return {**state, **empty, "_params": {}, "_in_use": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._in_use = InUse()
+        self._reset()
+
+    # ------------------------------------------------------------ local plan
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the optimizers out of ``state_dict`` (which stays as it is) as entries.
+
+        Tensors are referenced until the save is over; they must not change before then.
+        """
+        if isinstance(storage_meta, Metadata):
+            raise TypeError("expected FlatOptimLoadPlanner in dcp.load, found FlatOptimSavePlanner")
+        self._in_use.begin()
+        self._reset()
+        for key, layout in self._layouts.items():
+            layout.check()
+            if key in self._params:
+                check_unwrapped(layout, [param() for param in self._params[key]])
+        without = sorted(dotted(path) for path, value in leaves(state_dict) if lies_on_meta(value))
+        if without:
+            raise LayoutError(
+                f"expected tensors with values, found {len(without)} on the meta device, which has "
+                f"none: {', '.join(without[:10])}. Materialize them (to_empty, and load or "
+                f"initialize), or leave them out"
+            )
+        layouts = dict(self._layouts)
+        optimizers: dict[str, dict[str, Any] | None] = {**self._optimizers}
+        for path, _, guard in guarded(state_dict, OptimGuard):  # knows better than the planner
+            key = dotted(path)
+            layouts[key], optimizers[key] = guard.known(), guard.optimizer
+        found = {key: find_optim(state_dict, key) for key in layouts}
+        flat = {
+            key: (path, without_guard(value))
+            for key, (path, value) in found.items()
+            if not is_flattened(value)
+        }
+        models = [(path, value) for path, value, _ in guarded(state_dict, ModelGuard)]
+        taken = [path for path, _ in [*flat.values(), *models]]
+        rest = with_optim_removed(state_dict, taken)
+        check_rest(rest, layouts, told=bool(self._layouts))
+        super().set_up_planner(rest, storage_meta, is_coordinator)
+        for path, value in models:
+            entries = model_entries(value, path)
+            report = Report(
+                orders=entries.orders,
+                parts=entries.parts,
+                columns=entries.columns,
+                containers=entries.containers,
+                model=True,
+            )
+            self._add_values(entries, report, len(path))
+            self._reports[dotted(path)] = report
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._fingerprint(tuple(f"{dotted(path)}." for path, _ in models))
+        for key, (path, value) in flat.items():
+            entries = save_entries(value, layouts[key], path)
+            optimizer = optimizers.get(key)
+            self._add(key, len(path), entries, layout=layouts[key], optimizer=optimizer)
+
+    def _fingerprint(self, models: tuple[str, ...]) -> None:
+        """Digests of the values of which one rank's are saved, below ``models`` and elsewhere."""
+        models += self._model_keys
+        for name, value in self.state_dict.items():
+            if not (isinstance(value, DTensor | ShardedTensor) or lies_on_meta(value)):
+                of = self._of_models if name.startswith(models) else self._others
+                of[name] = fingerprint(value)
+
+    def _add(
+        self,
+        key: str,
+        depth: int,
+        entries: SaveEntries,
+        *,
+        layout: FlatLayout,
+        optimizer: dict[str, Any] | None,
+    ) -> None:
+        report = Report(
+            stateless=entries.stateless,
+            empties=entries.empties,
+            heads={fqn: p.fqns[0] for p in layout.params if len(p.fqns) > 1 for fqn in p.fqns},
+            signature=layout.signature,
+            depth=depth,
+            orders=entries.orders,
+            parts=entries.parts,
+            columns=entries.columns,
+            groups=entries.groups,
+            user=entries.user,
+            opaque={dotted(path): text for path, text in entries.opaque.items()},
+            opaque_of=entries.opaque_of,
+            odd=entries.odd,
+            containers=entries.containers,
+            scalars=digest_scalars(
+                {
+                    p: v
+                    for p, v in entries.plain.items()
+                    if p[depth] != "param_groups" and p not in entries.opaque
+                }
+            ),
+            placed=entries.placed,
+            quantized=entries.quantized,
+            optimizer=optimizer,
+        )
+        users, whole = set(entries.user), set(entries.whole)
+        for where, value in entries.plain.items():  # belongs to no rank: the same everywhere
+            plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            extra = where[depth] not in ("state", "param_groups") and where not in entries.opaque
+            user = where[depth] == "state" and where[depth + 1] in users
+            if plain and (extra or user or where in whole):
+                report.scalars[dotted(where)] = digest(value)
+        self._add_values(entries, report, depth + 1)
+        self._reports[key] = report
+
+    def _add_values(self, entries: SaveEntries, report: Report, depth: int) -> None:
+        """Take values over for DCP's default plan, and boxes; paths name FQNs at ``depth``."""
+        for path, value in entries.plain.items():
+            self._claim(path)
+            self.state_dict[dotted(path)] = value
+        for path, (shape, local, pieces) in entries.pieces.items():
+            name = self._claim(path)
+            self._locals[name] = local
+            report.pieces[name] = str(path[depth])
+            for piece in pieces:
+                view = piece.view(local)
+                index = MetadataIndex(name, piece.box.offsets)
+                self._pieces[index] = view
+                self._items.append(_shard_item(index, view, shape))
+
+    def _claim(self, path: Path) -> str:
+        name = dotted(path)
+        if name in self.mappings and self.mappings[name] != path:
+            raise LayoutError(
+                f"expected distinct keys, found two entries of the state dict named {name!r}"
+            )
+        self.mappings[name] = path
+        return name
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's items: DCP's default ones, and its boxes."""
+        plan = super().create_local_plan()
+        self.plan = dataclasses.replace(
+            plan,
+            items=[*plan.items, *self._items],
+            planner_data=_LocalData(
+                dict(self.mappings), self._reports, self._others, self._of_models
+            ),
+        )
+        return watched(self._in_use.hold(self.plan), "save")
+
+    # ------------------------------------------------------------ global plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Agree over all ranks; on the coordinator alone.
+
+        Raises:
+            LayoutError: scalars or group options differ between ranks that hold the same part of
+                the model, other values between any ranks, or elements of a state tensor are held
+                by no rank that takes part.
+        """
+        data = [plan.planner_data for plan in all_plans]
+        if not all(isinstance(d, _LocalData) for d in data):
+            raise LayoutError("expected FlatOptimSavePlanner on every rank, found another planner")
+        plans = [
+            dataclasses.replace(plan, planner_data=d.mappings)
+            for plan, d in zip(all_plans, data, strict=True)
+        ]
+        check_others([d.others for d in data], [d.of_models for d in data])
+        finals = [_FinalData() for _ in plans]
+        infos: dict[str, SavedInfo] = {}
+        for key in dict.fromkeys(key for d in data for key in d.reports):
+            reports = [d.reports.get(key, Report()) for d in data]
+            groups, containers, varying = self._plan_groups(key, reports, plans, finals)
+            quantized, renamed = agree_on_quantized(key, [r.quantized for r in reports], plans)
+            kept, owners = keep_per_rank(key, reports, plans, _options(varying))
+            for final, *both in zip(finals, renamed, kept, strict=True):
+                for names in both:
+                    final.renamed.update(names)
+            drop_overlaps(reports, plans)
+            absent, zeros = fill_holes(key, reports, plans)
+            finals[0].zeros |= zeros
+            packed = [each.pack(path) for path, each in containers.items()]
+            if any(report.model for report in reports):
+                if packed:
+                    infos[key] = SavedInfo(containers=packed)
+                continue
+            infos[key] = SavedInfo(
+                groups=groups,
+                user=sorted({name for r in reports for name in r.user}),
+                absent=absent,
+                opaque={
+                    **{k: v for r in reports for k, v in r.opaque.items()},
+                    **owners,
+                    **varying,
+                },
+                odd=sorted({name for r in reports for name in r.odd}),
+                int_keys=[
+                    list(map(str, path[1:]))
+                    for path, each in containers.items()
+                    if path[:1] == ("state",) and all(type(k) is int for k in each.keys)
+                ],
+                containers=packed,
+                layouts=sorted({r.signature for r in reports}),
+                quantized=[vars(how) for how in quantized],
+                placed={k: v for r in reports for k, v in r.placed.items()},
+                optimizers=_distinct(r.optimizer for r in reports),
+            )
+        plans = share_out(plans, to_lowest=self.dedup_save_to_lowest_rank)
+        global_plan, metadata = super().create_global_plan(plans)
+        if infos:
+            planner_data = {**metadata.planner_data, INFO_KEY: SavedInfo.pack(infos)}
+            metadata = dataclasses.replace(metadata, planner_data=planner_data)
+        self.metadata = metadata
+        return [
+            dataclasses.replace(plan, planner_data=final)
+            for plan, final in zip(global_plan, finals, strict=True)
+        ], metadata
+
+    def _plan_groups(
+        self,
+        key: str,
+        reports: Sequence[Report],
+        plans: list[SavePlan],
+        finals: Sequence[_FinalData],
+    ) -> tuple[list[list[str]], Containers, dict[str, str]]:
+        """Let each merged param group be written whole, by one rank, under its merged number.
+
+        Returns:
+            The FQNs of each group; the mappings of all ranks, of groups under those numbers; and
+            the keys of options that are kept per rank -> whose they are.
+        """
+        merged = merge_groups([r.groups for r in reports], key, [r.signature for r in reports])
+        place = {member: i for i, group in enumerate(merged) for member in group.members}
+        owners: dict[str, str] = {}
+        prefix = f"{key}.param_groups."
+        number_of = {(g.rank, g.number): i for i, g in enumerate(merged)}
+        for rank, plan in enumerate(plans):
+            kept: list[WriteItem] = []
+            mappings: dict[str, Path] = {
+                name: path
+                for name, path in plan.planner_data.items()
+                if not name.startswith(prefix)
+            }
+            for item in plan.items:
+                name = item.index.fqn
+                if not name.startswith(prefix):
+                    kept.append(item)
+                    continue
+                path = plan.planner_data[name]
+                depth = path.index("param_groups") + 1
+                number = place.get((rank, path[depth]))
+                varies = number is not None and path[depth + 1] in merged[number].varying
+                if number is None or not (varies or (rank, path[depth]) in number_of):
+                    continue
+                new_path: Path = (*path[:depth], number, *path[depth + 1 :])
+                if varies:
+                    new_path = move(new_path, reports[rank])
+                    owners[dotted(new_path)] = f"rank {rank} of {len(reports)}"
+                new = dotted(new_path)
+                mappings[new] = new_path
+                finals[rank].renamed[new] = name
+                if path[depth + 1 :] == ("params",):
+                    finals[rank].values[new] = merged[number].fqns
+                index = dataclasses.replace(item.index, fqn=new)
+                kept.append(dataclasses.replace(item, index=index))
+            plans[rank] = dataclasses.replace(plan, items=kept, planner_data=mappings)
+        shared = []
+        for rank, report in enumerate(reports):
+            kept_containers = Containers()
+            for where, each in report.containers.items():
+                if where[:1] != ("param_groups",):
+                    kept_containers[where] = each
+                elif (rank, where[1]) in number_of:
+                    to = number_of[rank, where[1]]  # type: ignore[index]
+                    moved: Path = (*where[:1], to, *where[2:])
+                    kept_containers[moved] = each
+            shared.append(kept_containers)
+        return [g.fqns for g in merged], agree_on_containers(key, shared), owners
+
+    # ------------------------------------------------------------ writing
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take this rank's share of the global plan."""
+        if isinstance(new_plan.planner_data, _FinalData):
+            self._final = new_plan.planner_data
+            new_plan = dataclasses.replace(new_plan, planner_data=None)
+        held = {*self.state_dict, *self._final.renamed, *self._final.values}
+        for item in new_plan.items:
+            index = item.index
+            if not (index.fqn in held or index in self._pieces or index in self._final.zeros):
+                raise LayoutError(
+                    f"{index.fqn}: expected to write what this rank holds, found that the global "
+                    f"plan wants of it {tuple(index.offset or ())}, which it does not hold"
+                )
+        return self._in_use.hold(super().finish_plan(new_plan))
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """A view of the optimizer's own memory for a box; else as DCP's default planner."""
+        if write_item.index in self._final.zeros:
+            data = tensor_data(write_item)
+            return torch.zeros(data.chunk.sizes, dtype=data.properties.dtype, device="cpu")
+        tensor = self._pieces.get(write_item.index)
+        if tensor is None:
+            found: Any = super().resolve_data(write_item)
+            flattened = write_item.type == WriteItemType.SHARD and (
+                write_item.index.fqn in self._final.renamed
+            )
+            return found.reshape(-1) if flattened else found
+        return tensor
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """As DCP's default planner; what cannot be pickled is named."""
+        if write_item.type != WriteItemType.BYTE_IO:
+            return object
+        try:
+            return super().transform_object(write_item, object)
+        except Exception as error:  # whatever its own methods raise
+            raise LayoutError(
+                f"{write_item.index.fqn}: expected a value that can be pickled, found "
+                f"{type(object).__qualname__}: {error}"
+            ) from error
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        if index.fqn in self._final.values:
+            return self._final.values[index.fqn]
+        name = self._final.renamed.get(index.fqn, index.fqn)
+        if name in self._locals and name != index.fqn:
+            return self._locals[name]
+        return super().lookup_object(dataclasses.replace(index, fqn=name))
+
+
+def _shard_item(index: MetadataIndex, view: torch.Tensor, shape: tuple[int, ...]) -> WriteItem:
+    return WriteItem(
+        index=index,
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=torch.Size(index.offset or ()), sizes=view.size()),
+            properties=TensorProperties.create_from_tensor(view),
+            size=torch.Size(shape),
+        ),
+    )
+
+
+def _options(keys: Iterable[str]) -> list[str]:
+    """Keys of options that are kept per rank, as they are without a rank's signature."""
+    return list(dict.fromkeys(f"param_groups{key.partition('.param_groups')[2]}" for key in keys))
+
+
+def _distinct(values: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    found.extend(value for value in values if value is not None and value not in found)
+    return found
