@@ -257,6 +257,9 @@ class SavedInfo:
             None if it was not recorded.
         layouts: what ranks held (``FlatLayout.signature``), all of which per-rank state may depend
             on. None if it was not recorded.
+        stateless: FQN -> what those ranks held (``FlatLayout.signature``) that had elements of it
+            and no state, while others had state. An optimizer may keep all of a parameter's
+            state on one of the ranks that it is cut for.
     """
 
     groups: Sequence[Sequence[str]] | None = ()
@@ -270,6 +273,7 @@ class SavedInfo:
     optimizers: Sequence[Mapping[str, Any]] = ()
     containers: Sequence[Sequence[Any]] | None = None
     layouts: Sequence[str] | None = None
+    stateless: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @staticmethod
     def pack(infos: Mapping[str, SavedInfo]) -> tuple[str, ...]:

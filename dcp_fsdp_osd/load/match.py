@@ -191,6 +191,8 @@ class SavedParams:
             number = self.layout.ids[param.fqns[0]]
             if not all(self.quantized.owns(number, path) for path in own):
                 own = {}  # it may depend on all that the rank held
+        if saved and not own and self.had_none(param):
+            return {}
         if saved and not own and not (param.empty or self.quantized.without_elements(param)):
             info = self.index.info.opaque if self.index.info is not None else {}
             held = sorted({info.get(n, "?") for keys in saved.values() for n in keys.values()})
@@ -203,28 +205,37 @@ class SavedParams:
             return None
         return own
 
+    def had_none(self, param: ParamLayout) -> bool:
+        """Whether a rank that held just what this one does had no state of ``param``, as others."""
+        info = self.index.info
+        stateless = info.stateless if info is not None else {}
+        held = [segment.fqn for segment in param.segments if segment.numel]
+        signature = self.layout.signature
+        return bool(held) and all(signature in stateless.get(fqn, ()) for fqn in held)
+
     def was_absent(self, param: ParamLayout, sources: Mapping[str, str]) -> bool:
         """Whether, when it was saved, no rank had state for any element that we hold."""
         info = self.index.info
-        if info is None or not info.absent or not any(s.numel for s in param.segments):
+        if info is None or not any(s.numel for s in param.segments):
             return False
-        for segment in param.segments:
-            if not segment.numel:
-                continue
-            keys = [
-                key
-                for key in self.index.state.get(sources.get(segment.fqn, ""), {}).values()
-                if key in self.index.tensors and self.index.tensors[key].size
-            ]
+        tensors = [
+            (segment, key)
+            for segment in param.segments
+            if segment.numel
+            for key in self.index.state.get(sources.get(segment.fqn, ""), {}).values()
+            if key in self.index.tensors and self.index.tensors[key].size
+        ]
+        if not tensors:
+            return self.had_none(param)
+        for segment, key in tensors:
             part = segment.part
             where = [] if part is None else [list(part.offsets), list(part.sizes)]
-            for key in keys:
-                spans = [span for span in info.absent.get(key, ()) if span[2:] == where]
-                if not any(a <= segment.start and segment.stop <= b for a, b, *_ in spans):
-                    return False
-            if not keys:
+            spans = [span for span in info.absent.get(key, ()) if span[2:] == where]
+            if not any(a <= segment.start and segment.stop <= b for a, b, *_ in spans):
                 return False
-        return True
+        return {segment.fqn for segment, _ in tensors} == {
+            segment.fqn for segment in param.segments if segment.numel
+        }
 
 
 def placed_for(

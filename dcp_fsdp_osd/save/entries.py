@@ -152,11 +152,12 @@ def _save_states(
                     f"{stateful[fqn]!r} are both of {fqn!r}"
                 )
         found = list(leaves(state))
-        if param.empty:
+        named = isinstance(name, str)
+        if param.empty and not (named and any(_is_whole(param, value) for _, value in found)):
             _save_empty(param, found, layout.signature, key, entries)
             found = []
         for path, value in found:
-            _save_leaf(param, path, value, key, entries)
+            _save_leaf(param, path, value, key, entries, named=named)
         if found or param.empty:
             for fqn in param.fqns:
                 above = ("state", fqn)
@@ -235,7 +236,10 @@ def _save_groups(groups: Any, layout: FlatLayout, key: Path, entries: SaveEntrie
         )
 
 
-def _save_leaf(param: ParamLayout, path: Path, value: Any, key: Path, entries: SaveEntries) -> None:
+def _save_leaf(
+    param: ParamLayout, path: Path, value: Any, key: Path, entries: SaveEntries, *, named: bool
+) -> None:
+    """``named``: under an FQN, where a tensor may be whole though the parameter is cut here."""
     is_tensor = isinstance(value, torch.Tensor)
     distributed = isinstance(value, DTensor | ShardedTensor)
     if is_tensor and is_wrapper(local_part(value)):
@@ -255,7 +259,7 @@ def _save_leaf(param: ParamLayout, path: Path, value: Any, key: Path, entries: S
                 name = _state_path(key, segment.fqn, path)
                 entries.pieces[name] = (segment.shape, local, list(segment.pieces()))
     elif not opaque and (
-        len(param.fqns) == 1 and (not param.sharded or tuple(value.shape) == param.shapes[0])
+        len(param.fqns) == 1 and (not param.sharded or (named and _is_whole(param, value)))
     ):
         name = _state_path(key, param.fqns[0], path)
         entries.plain[name] = value
@@ -289,6 +293,10 @@ def _save_quantized(
         entries.quantized.intervals[dotted(place)] = found.interval
     entries.plain.update(((*place, name), tensor) for name, tensor in found.plain.items())
     entries.pieces.update(((*place, name), piece) for name, piece in found.pieces.items())
+
+
+def _is_whole(param: ParamLayout, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and tuple(value.shape) == param.shapes[0]
 
 
 def _check_dtensor(name: str, value: DTensor) -> None:

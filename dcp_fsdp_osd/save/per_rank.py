@@ -12,6 +12,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -27,7 +28,7 @@ from dcp_fsdp_osd.errors import LayoutError, listed, several
 from dcp_fsdp_osd.save.agree import Report
 from dcp_fsdp_osd.tree import Path, dotted
 
-__all__ = ["keep_per_rank", "move"]
+__all__ = ["keep_per_rank", "move", "stateless_ranks"]
 
 
 def keep_per_rank(
@@ -95,6 +96,33 @@ def move(path: Path, report: Report) -> Path:
     if path[n] == "state":
         return (*opaque_prefix(path[:n]), path[n + 1], report.signature, *path[n + 2 :])
     return (*opaque_prefix(path[:n]), "", report.signature, *path[n:])
+
+
+def stateless_ranks(
+    key: str, reports: Sequence[Report], plans: Sequence[SavePlan]
+) -> dict[str, list[str]]:
+    """FQN -> signatures of the ranks that have elements of it and no state, where others have."""
+    wanted = {fqn for report in reports for fqn in report.stateless}
+    if not wanted:
+        return {}
+    opaque = dotted(opaque_prefix((key,)))
+    stateful: set[Any] = set()
+    for report, plan in zip(reports, plans, strict=True):
+        n = report.depth
+        heads = {path[:n]: dotted(path[:n]) for path in plan.planner_data.values()}
+        for path in plan.planner_data.values():
+            if heads[path[:n]] == opaque:
+                stateful.update(path[n : n + 1])
+            elif heads[path[:n]] == key and path[n : n + 1] == ("state",):
+                stateful.update(path[n + 1 : n + 2])
+    found: dict[str, list[str]] = {}
+    for fqn in sorted(wanted & stateful):
+        without = {report.signature for report in reports if fqn in report.stateless}
+        # A replica of a rank that has state is given it: both hold the same.
+        without -= {report.signature for report in reports if fqn not in report.stateless}
+        if without:
+            found[fqn] = sorted(without)
+    return found
 
 
 def _start(item: WriteItem) -> torch.Size | None:

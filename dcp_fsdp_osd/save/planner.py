@@ -57,7 +57,7 @@ from dcp_fsdp_osd.save.agree import (
 from dcp_fsdp_osd.save.entries import SaveEntries, save_entries
 from dcp_fsdp_osd.save.groups import merge_groups
 from dcp_fsdp_osd.save.model import model_entries
-from dcp_fsdp_osd.save.per_rank import keep_per_rank, move
+from dcp_fsdp_osd.save.per_rank import keep_per_rank, move, stateless_ranks
 from dcp_fsdp_osd.stateful.guard import guarded, without_guard
 from dcp_fsdp_osd.stateful.model import ModelGuard
 from dcp_fsdp_osd.stateful.optim import OptimGuard
@@ -418,6 +418,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 ],
                 containers=packed,
                 layouts=sorted({r.signature for r in reports}),
+                stateless=stateless_ranks(key, reports, plans),
                 quantized=[vars(how) for how in quantized],
                 placed={k: v for r in reports for k, v in r.placed.items()},
                 optimizers=_distinct(r.optimizer for r in reports),

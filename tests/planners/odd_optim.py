@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Everything"]
+__all__ = ["Everything", "Owned"]
 
 
 class Everything(torch.optim.Optimizer):
@@ -48,3 +48,28 @@ class Everything(torch.optim.Optimizer):
                     padded = torch.nn.functional.pad(p.grad.flatten(), (0, -p.numel() % 4))
                     state["scales"] += padded.view(-1, 4).abs().amax(1)
                 p -= group["lr"] * state["half"].to(p.dtype)
+
+
+class Owned(torch.optim.Optimizer):
+    """Keeps whole, unsharded state of a parameter that is cut, on the rank of its first element.
+
+    As heavyball's optimizers do under FSDP1. ``shapes`` are the parameters' before wrapping.
+    """
+
+    def __init__(self, params: Any, shapes: list[torch.Size], rank: int) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.shapes, self.rank = shapes, rank
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"]]
+        held = torch.tensor([p.numel() for p in params])
+        sizes = [torch.empty_like(held) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(sizes, held)
+        before = torch.stack(sizes)[: self.rank].sum(0)
+        for number, (param, shape) in enumerate(zip(params, self.shapes, strict=True)):
+            if param.numel() and not before[number]:
+                state = self.state[param]
+                state.setdefault("whole", torch.rand(shape))
+                state.setdefault("side", torch.rand(shape.numel() + 1))
+                state["step"] = state.get("step", 0) + 1

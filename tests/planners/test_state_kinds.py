@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimSavePlanner, FlatOptimState
 from tests.models import Mlp, train_steps, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, assert_same, load, make, raw, save
-from tests.planners.odd_optim import Everything
+from tests.planners.odd_optim import Everything, Owned
 from tests.ranks import RankError, run_ranks
 
 
@@ -73,6 +77,74 @@ def test_opaque_state_loads_at_its_own_layout_only(tmp_path: Path) -> None:
     assert caught.value.all_raised("CheckpointMismatchError")
     for part in ("first.weight", "scales", "saved for first.weight[", "this rank holds"):
         assert part in str(caught.value)
+
+
+def _owned(rank: int, world: int, **options: Any) -> Any:
+    plain = Mlp()
+    shapes = [param.shape for param in plain.parameters()]
+    model = wrap_fsdp1(plain, **options)
+    return model, Owned(model.parameters(), shapes, rank)
+
+
+def _save_owned(rank: int, world: int, path: str) -> None:
+    model, optim = _owned(rank, world)
+    train_steps(model, optim, 2)
+    save(model, optim, path)
+    before = optim.state_dict()
+    assert_same(load(*_owned(rank, world), path), before)
+    fresh_model, fresh = _owned(rank, world)
+    train_steps(fresh_model, fresh, 1)
+    assert_same(load(fresh_model, fresh, path, into=fresh.state_dict()), before)
+
+
+def _load_owned(rank: int, world: int, path: str) -> None:
+    load(*_owned(rank, world), path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whole_state_on_one_rank_of_a_cut_parameter(tmp_path: Path) -> None:
+    """It comes back whole, to that rank alone, and the others have none: at this layout only."""
+    run_ranks(_save_owned, 4, str(tmp_path))
+    with pytest.raises(RankError, match="saved per rank and cannot be resharded") as caught:
+        run_ranks(_load_owned, 2, str(tmp_path))
+    assert caught.value.all_raised("CheckpointMismatchError")
+
+
+def _replica_of_the_owner(rank: int, world: int, path: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    hybrid = {"strategy": "HYBRID_SHARD", "device_mesh": mesh}
+    model, optim = _owned(rank, world, **hybrid)
+    train_steps(model, optim, 2)
+    save(model, optim, path)
+    own: list[Any] = [None] * world
+    dist.all_gather_object(own, optim.state_dict())
+    expected = own[rank % 2]  # of the first replica, where the owners are
+    assert any(each["state"] for each in own[:2])
+    assert not any(each["state"] for each in own[2:])
+    assert_same(load(*_owned(rank, world, **hybrid), path), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_replica_without_state_does_not_take_it_from_the_one_that_has_it(tmp_path: Path) -> None:
+    """Both hold the same elements: what one of them has is what both are given."""
+    run_ranks(_replica_of_the_owner, 4, str(tmp_path))
+
+
+def _whole_on_rank_0(rank: int, world: int, path: str) -> None:
+    model, optim = make()
+    before = copy.deepcopy(optim.state_dict())
+    whole = get_optimizer_state_dict(model, optim, options=StateDictOptions(full_state_dict=True))
+    if rank:
+        whole["state"] = {}
+    planner = FlatOptimSavePlanner(model, optim)
+    dcp.save({"optim": whole}, storage_writer=FileSystemWriter(path), planner=planner)
+    held = {k: v for k, v in before["state"].items() if v["exp_avg"].numel()}
+    assert_same(load(*make(steps=0), path)["state"], held)
+
+
+def test_whole_state_that_one_rank_alone_has_is_of_all(tmp_path: Path) -> None:
+    """Under parameters' names: then it is not that rank's own, and is cut for each."""
+    run_ranks(_whole_on_rank_0, 2, str(tmp_path))
 
 
 def _early_state(rank: int, world: int, path: str) -> None:
