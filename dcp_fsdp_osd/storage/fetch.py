@@ -20,7 +20,7 @@ from dcp_fsdp_osd.storage.checksum import BlockHasher, Checksum
 from dcp_fsdp_osd.storage.foreign import HEAD_BYTES, TAIL_BYTES
 from dcp_fsdp_osd.storage.memory import DTYPES, ScratchPool, revoke, view_bytes
 from dcp_fsdp_osd.storage.progress import Progress
-from dcp_fsdp_osd.storage.ranges import Fetch, Piece, Segment, coalesce
+from dcp_fsdp_osd.storage.ranges import Fetch, FileRange, Span, coalesce
 from dcp_fsdp_osd.storage.session import Session
 from dcp_fsdp_osd.storage.transfer import Budget, Pool, Stats
 from dcp_fsdp_osd.storage.unpack import GRAIN, Entry, Index, Item, TensorEntry, WholeEntry
@@ -34,10 +34,10 @@ READ_BYTES = 8 << 20
 
 @dataclass
 class _Landing:
-    """A piece that lands in a buffer, from byte `start` of it, and is moved on to `item`."""
+    """A span that lands in a buffer, from byte `start` of it, and is moved on to `item`."""
 
     item: Item
-    piece: Piece
+    span: Span
     start: int
 
 
@@ -46,11 +46,11 @@ class _Job:
     """One request under way.
 
     Attributes:
-        views: the memory that it fills, in order; slices of it belong to the segments in order.
-        shares: for each segment, the range of `views` that is its own.
+        views: the memory that it fills, in order; slices of it belong to the file ranges in order.
+        shares: for each file range, the range of `views` that is its own.
         landings: what to move on from `buffer` afterwards.
         crcs: what the thread computed: (entry, block or -1 for header) -> checksum.
-        around: bytes of headers and trailers that were read, by segment.
+        around: bytes of headers and trailers that were read, by file range.
     """
 
     fetch: Fetch
@@ -60,7 +60,7 @@ class _Job:
     buffer: torch.Tensor | None = None
     charge: int = 0
     blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    around: list[tuple[Segment, bytes]] = field(default_factory=list)
+    around: list[tuple[FileRange, bytes]] = field(default_factory=list)
 
 
 class Fetcher:
@@ -130,13 +130,13 @@ class Fetcher:
             fetches = [
                 fetch
                 for part in (wanted.first, wanted.rest)
-                for fetch in coalesce(part, gap=self._limits.gap, limit=self._limit)
+                for fetch in coalesce(part, max_gap_bytes=self._limits.gap, max_bytes=self._limit)
             ]
-            for segment in itertools.chain.from_iterable(fetch.segments for fetch in fetches):
-                entry = self._entries[segment.entry]
+            for file_range in itertools.chain.from_iterable(fetch.ranges for fetch in fetches):
+                entry = self._entries[file_range.entry]
                 entry.left += 1
                 if isinstance(entry, TensorEntry):
-                    for key in {piece.key for piece in segment.pieces}:
+                    for key in {span.key for span in file_range.spans}:
                         self._items[key].left += 1
             total = sum(fetch.end - fetch.start for fetch in fetches)
             with Progress(
@@ -158,13 +158,13 @@ class Fetcher:
         ends = []
         for number, (info, _) in enumerate(foreign):
             begin, end = info.offset, info.offset + info.length
-            ends.append((info.name, Segment(begin, begin + HEAD_BYTES, number, 0, ())))
-            ends.append((info.name, Segment(end - TAIL_BYTES, end, number, 1, ())))
+            ends.append((info.name, FileRange(begin, begin + HEAD_BYTES, number, 0, ())))
+            ends.append((info.name, FileRange(end - TAIL_BYTES, end, number, 1, ())))
         found: list[list[bytes]] = [[b"", b""] for _ in foreign]
 
         def read(fetch: Fetch) -> tuple[Fetch, bytes]:
             data = bytearray(fetch.end - fetch.start)
-            info, group = foreign[fetch.segments[0].entry]
+            info, group = foreign[fetch.ranges[0].entry]
             self._read_range(
                 fetch, [memoryview(data)], f"{info.name}: {group[0].storage_index.fqn}"
             )
@@ -174,11 +174,11 @@ class Fetcher:
             for fetch, data in results:
                 self._budget.release(len(data) * (1 + self._limits.read_copies))
                 self._stats.add(bytes=len(data))
-                for part in fetch.segments:
+                for part in fetch.ranges:
                     start = part.start - fetch.start
                     found[part.entry][part.origin] = data[start : start + part.end - part.start]
 
-        for fetch in coalesce(ends, gap=self._limits.gap, limit=self._limit):
+        for fetch in coalesce(ends, max_gap_bytes=self._limits.gap, max_bytes=self._limit):
             count = (fetch.end - fetch.start) * (1 + self._limits.read_copies)
             while not self._budget.try_acquire(count):
                 collect(self._pool.wait_for_one(count, self._budget))
@@ -205,13 +205,13 @@ class Fetcher:
             return begin, used
 
         position = fetch.start
-        for segment in fetch.segments:
-            if segment.start > position:
-                stage(segment.start - position)
+        for file_range in fetch.ranges:
+            if file_range.start > position:
+                stage(file_range.start - position)
             first = len(parts)
-            self._lay_out(segment, job, parts, stage)
+            self._lay_out(file_range, job, parts, stage)
             job.shares.append((first, len(parts)))
-            position = segment.end
+            position = file_range.end
         job.charge = used + self._limits.read_copies * (fetch.end - fetch.start)
         while not self._budget.try_acquire(job.charge):
             self._finish(self._pool.wait_for_one(job.charge, self._budget))
@@ -226,64 +226,64 @@ class Fetcher:
 
     def _lay_out(
         self,
-        segment: Segment,
+        file_range: FileRange,
         job: _Job,
         parts: list[memoryview | tuple[int, int]],
         stage: Callable[[int], tuple[int, int]],
     ) -> None:
-        entry = self._entries[segment.entry]
+        entry = self._entries[file_range.entry]
         if isinstance(entry, WholeEntry):
             if entry.data is None:
                 entry.data = bytearray(entry.info.length)
-            at = segment.start - entry.info.offset
-            parts.append(memoryview(entry.data)[at : at + segment.end - segment.start])
+            at = file_range.start - entry.info.offset
+            parts.append(memoryview(entry.data)[at : at + file_range.end - file_range.start])
             return
         assert isinstance(entry, TensorEntry)
-        if segment.origin < 0:
-            stage(segment.end - segment.start)
+        if file_range.origin < 0:
+            stage(file_range.end - file_range.start)
             return
-        for piece in segment.pieces:
-            self._items[piece.key].resolve(self._planner, entry.dtype)
-        at, end = segment.start - segment.origin, segment.end - segment.origin
-        items = [self._items[piece.key] for piece in segment.pieces]
-        shared = any(b.start < a.end for a, b in itertools.pairwise(segment.pieces))
+        for span in file_range.spans:
+            self._items[span.key].resolve(self._planner, entry.dtype)
+        at, end = file_range.start - file_range.origin, file_range.end - file_range.origin
+        items = [self._items[span.key] for span in file_range.spans]
+        shared = any(b.start < a.end for a, b in itertools.pairwise(file_range.spans))
         direct = self._limits.revocable and all(
-            item.view is not None and piece.dest is not None
-            for piece, item in zip(segment.pieces, items, strict=True)
+            item.view is not None and span.dest is not None
+            for span, item in zip(file_range.spans, items, strict=True)
         )
         if shared or not direct:
             # Two items want the same bytes, or bytes cannot land in a destination: land once in a
             # buffer, and move on from there.
             begin, _ = stage(end - at)
-            for piece, item in zip(segment.pieces, items, strict=True):
-                job.landings.append(_Landing(item, piece, begin + piece.start - at))
+            for span, item in zip(file_range.spans, items, strict=True):
+                job.landings.append(_Landing(item, span, begin + span.start - at))
             return
-        for piece, item in zip(segment.pieces, items, strict=True):
-            assert item.view is not None and piece.dest is not None
-            if piece.start > at:
-                stage(piece.start - at)
-            parts.append(item.view[piece.dest : piece.dest + piece.end - piece.start])
-            at = piece.end
+        for span, item in zip(file_range.spans, items, strict=True):
+            assert item.view is not None and span.dest is not None
+            if span.start > at:
+                stage(span.start - at)
+            parts.append(item.view[span.dest : span.dest + span.end - span.start])
+            at = span.end
         if at < end:
             stage(end - at)
 
     def _read(self, job: _Job) -> _Job:
         """On a pool thread: fill the views, and compute the checksums while they are in cache."""
         fetch = job.fetch
-        self._read_range(fetch, job.views, self._entries[fetch.segments[0].entry].where())
+        self._read_range(fetch, job.views, self._entries[fetch.ranges[0].entry].where())
         checksum = self._checksum
-        for segment, (first, last) in zip(fetch.segments, job.shares, strict=True):
-            entry = self._entries[segment.entry]
+        for file_range, (first, last) in zip(fetch.ranges, job.shares, strict=True):
+            entry = self._entries[file_range.entry]
             if checksum is None or not isinstance(entry, TensorEntry) or not entry.block:
                 continue
-            if segment.origin < 0:
-                job.around.append((segment, bytes(job.views[first])))
+            if file_range.origin < 0:
+                job.around.append((file_range, bytes(job.views[first])))
                 continue
             hasher = BlockHasher(checksum, entry.block)
             for view in job.views[first:last]:
                 hasher.update(view)
-            block = (segment.start - segment.origin) // entry.block
-            job.blocks.append((segment.entry, block, hasher.finish()))
+            block = (file_range.start - file_range.origin) // entry.block
+            job.blocks.append((file_range.entry, block, hasher.finish()))
         return job
 
     def _read_range(self, fetch: Fetch, views: list[memoryview], where: str) -> None:
@@ -322,12 +322,12 @@ class Fetcher:
                 assert isinstance(entry, TensorEntry)
                 entry.crcs.update(enumerate(crcs, first))
             try:
-                for segment, data in job.around:
-                    entry = self._entries[segment.entry]
+                for file_range, data in job.around:
+                    entry = self._entries[file_range.entry]
                     assert isinstance(entry, TensorEntry) and self._checksum is not None
-                    entry.take_around(segment, data, self._checksum)
-                for segment in fetch.segments:
-                    self._arrived(segment)
+                    entry.take_around(file_range, data, self._checksum)
+                for file_range in fetch.ranges:
+                    self._arrived(file_range)
             except CorruptCheckpointError as error:
                 raise CorruptCheckpointError(
                     f"{self._session.url}: rank {self._session.rank}: {error}"
@@ -341,9 +341,9 @@ class Fetcher:
         for landing in job.landings:
             item = landing.item
             assert isinstance(item.entry, TensorEntry)
-            piece = landing.piece
-            raw = job.buffer[landing.start : landing.start + piece.end - piece.start]
-            item.land(piece, raw.view(DTYPES[item.entry.dtype]))
+            span = landing.span
+            raw = job.buffer[landing.start : landing.start + span.end - span.start]
+            item.land(span, raw.view(DTYPES[item.entry.dtype]))
             if item.device is not None:
                 devices.add(item.device)
         for device in devices:
@@ -354,16 +354,16 @@ class Fetcher:
         self._scratch.give(job.buffer)
         job.buffer = None
 
-    def _arrived(self, segment: Segment) -> None:
+    def _arrived(self, file_range: FileRange) -> None:
         """Check what can be checked by now, and hand complete items to the planner."""
-        entry = self._entries[segment.entry]
+        entry = self._entries[file_range.entry]
         entry.left -= 1
         if isinstance(entry, WholeEntry):
             if entry.left == 0:
                 self._deliver(entry)
             return
         assert isinstance(entry, TensorEntry)
-        for key in {piece.key for piece in segment.pieces}:
+        for key in {span.key for span in file_range.spans}:
             item = self._items[key]
             item.left -= 1
             if item.left == 0:

@@ -23,7 +23,7 @@ from dcp_fsdp_osd.storage.foreign import ForeignTensor, parse_foreign
 from dcp_fsdp_osd.storage.memory import DTYPES, copy_flat_range, is_plain, view_bytes
 from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo, entry_info
 from dcp_fsdp_osd.storage.plain_objects import numpy_object
-from dcp_fsdp_osd.storage.ranges import Piece, Segment, box_pieces, segments
+from dcp_fsdp_osd.storage.ranges import FileRange, Span, box_spans, file_ranges
 
 __all__ = [
     "GRAIN",
@@ -120,7 +120,7 @@ class Item:
     read: ReadItem
     entry: Entry
     wanted: int = 0  # bytes
-    left: int = 0  # segments that have not landed
+    left: int = 0  # file ranges that have not landed
     tensor: torch.Tensor | None = None
     view: memoryview | None = None
     staged: torch.Tensor | None = None
@@ -149,16 +149,16 @@ class Item:
         """The destination's, if it is not the CPU."""
         return None if self.tensor is None or self.tensor.is_cpu else self.tensor.device
 
-    def land(self, piece: Piece, flat: torch.Tensor) -> None:
-        """Put a piece's elements from a buffer where bytes could not land directly."""
+    def land(self, span: Span, flat: torch.Tensor) -> None:
+        """Put a span's elements from a buffer where bytes could not land directly."""
         assert self.tensor is not None
-        if piece.dest is None:
-            self._scatter(piece.start // flat.element_size(), flat)
+        if span.dest is None:
+            self._scatter(span.start // flat.element_size(), flat)
         elif self.view is not None:
             raw = flat.view(torch.uint8) if flat.numel() else flat
-            self.view[piece.dest : piece.dest + raw.numel()] = view_bytes(raw)
+            self.view[span.dest : span.dest + raw.numel()] = view_bytes(raw)
         else:
-            first = piece.dest // flat.element_size()
+            first = span.dest // flat.element_size()
             copy_flat_range(self.tensor, first, flat, into_tensor=True)
 
     def _scatter(self, first: int, flat: torch.Tensor) -> None:
@@ -212,12 +212,12 @@ def _minus(box: Box, origin: Box) -> tuple[int, ...]:
 
 @dataclass
 class Entry:
-    """An entry of which something is read.  Complete when no segment is left."""
+    """An entry of which something is read.  Complete when no range of it is left."""
 
     number: int
     info: EntryInfo
     fqn: str
-    left: int = 0  # segments
+    left: int = 0  # file ranges
 
     def where(self) -> str:
         """For errors: file, FQN and offset."""
@@ -243,7 +243,7 @@ class TensorEntry(Entry):
     table: tuple[int, ...] = ()
     landed: list[Item] = field(default_factory=list)
 
-    def plan(self, items: dict[int, Item], limit: int) -> tuple[list[Segment], list[Segment]]:
+    def plan(self, items: dict[int, Item], limit: int) -> tuple[list[FileRange], list[FileRange]]:
         """What to read for `items`, which come by the caller's numbers for them; and what of it to
         read first.
 
@@ -251,46 +251,46 @@ class TensorEntry(Entry):
         verified and committed as it comes, not all of them at the end.
         """
         itemsize = ITEMSIZES[self.dtype]
-        pieces: list[Piece] = []
+        spans: list[Span] = []
         for number, item in items.items():
             read = item.read
             _check_box(self, read)
             item.wanted = math.prod(read.lengths) * itemsize
-            pieces += box_pieces(
+            spans += box_spans(
                 self.sizes,
                 read.storage_offsets,
                 read.lengths,
                 itemsize,
                 key=number,
-                near=max(_NEAR, block_size(self.nbytes)),
+                near_bytes=max(_NEAR, block_size(self.nbytes)),
             )
-        found = segments(
-            pieces,
+        found = file_ranges(
+            spans,
             entry=self.number,
             origin=self.origin,
             nbytes=self.nbytes,
             block=self.block,
             grain=GRAIN,
         )
-        first: list[Segment] = []
+        first: list[FileRange] = []
         if self.block and found:
             begin, end = self.info.offset, self.info.offset + self.info.length
-            covered = sum(segment.end - segment.start for segment in found)
+            covered = sum(file_range.end - file_range.start for file_range in found)
             early = covered > limit and sum(item.wanted > 0 for item in items.values()) > 1
             if covered == self.nbytes:
-                found.insert(0, Segment(begin, self.origin, self.number, -1, ()))
-            trailer = Segment(self.origin + self.nbytes, end, self.number, -1, ())
+                found.insert(0, FileRange(begin, self.origin, self.number, -1, ()))
+            trailer = FileRange(self.origin + self.nbytes, end, self.number, -1, ())
             (first if early else found).append(trailer)
         return found, first
 
-    def take_around(self, segment: Segment, data: bytes, checksum: Checksum) -> None:
+    def take_around(self, file_range: FileRange, data: bytes, checksum: Checksum) -> None:
         """Take the header or the trailer.
 
         Raises:
             CorruptCheckpointError: the trailer was altered.
         """
         crc = checksum.extend(0, data)
-        if segment.start == self.info.offset:
+        if file_range.start == self.info.offset:
             self.crcs[-1] = crc
         elif crc != self.info.crc:
             raise self._mismatch("trailer", self.info.crc or 0, crc)
@@ -351,11 +351,11 @@ class WholeEntry(Entry):
     data: bytearray | None = None
     shapes: Index | None = None  # of the metadata, which a plain tensor has to agree with
 
-    def plan(self) -> list[Segment]:
+    def plan(self) -> list[FileRange]:
         """What to read: all of it."""
         size = self.info.length
-        return segments(
-            [Piece(0, size, -1, 0)],
+        return file_ranges(
+            [Span(0, size, -1, 0)],
             entry=self.number,
             origin=self.info.offset,
             nbytes=size,

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError
 from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo
-from dcp_fsdp_osd.storage.ranges import Segment
+from dcp_fsdp_osd.storage.ranges import FileRange
 from dcp_fsdp_osd.storage.transfer import Stats
 from dcp_fsdp_osd.storage.unpack import (
     Entry,
@@ -27,7 +27,7 @@ _CHECK_SIZE = 64 << 20  # what is held whole is checked against the file's size 
 
 Group = tuple[EntryInfo, list[ReadItem]]
 """An entry and the items that read of it."""
-_Ranges = list[tuple[str, Segment]]  # with the file that each lies in
+_Ranges = list[tuple[str, FileRange]]  # with the file that each lies in
 
 
 class Wanted:
@@ -43,8 +43,8 @@ class Wanted:
         ends_of: the first ``HEAD_BYTES`` and last ``TAIL_BYTES`` of each of some entries.
 
     Attributes:
-        entries: by number, which segments bear.
-        items: by number, which the segments' pieces bear.
+        entries: by number, which ranges bear.
+        items: by number, which their spans bear.
         first: ranges to read before all else.
         rest: all other ranges.
     """
@@ -104,7 +104,7 @@ class Wanted:
         self.entries.append(entry)
         self._stats.add(needed=info.length)
         self._check_size(entry)
-        self.rest += [(info.name, segment) for segment in entry.plan()]
+        self.rest += [(info.name, file_range) for file_range in entry.plan()]
 
     def _tensor(self, entry: TensorEntry, group: list[ReadItem]) -> None:
         items = dict(enumerate((Item(read, entry) for read in group), len(self.items)))
@@ -116,8 +116,8 @@ class Wanted:
             if item.wanted == 0:
                 item.resolve(self._planner, entry.dtype)
                 item.commit(self._planner)
-        self.first += [(entry.info.name, segment) for segment in first]
-        self.rest += [(entry.info.name, segment) for segment in found]
+        self.first += [(entry.info.name, file_range) for file_range in first]
+        self.rest += [(entry.info.name, file_range) for file_range in found]
 
     def _check_size(self, entry: WholeEntry) -> None:
         """Do not allocate for a large entry that its file cannot hold."""
