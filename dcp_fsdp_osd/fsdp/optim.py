@@ -32,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 from dcp_fsdp_osd.compat import private, root_mesh
 from dcp_fsdp_osd.errors import LayoutError
 from dcp_fsdp_osd.fsdp.names import fqns_of, join_name, module_names
-from dcp_fsdp_osd.layout.flat import FlatLayout, ParamLayout, Segment
+from dcp_fsdp_osd.layout.flat import FlatLayout, ParamKind, ParamLayout, Segment
 from dcp_fsdp_osd.layout.geometry import Box, dim_order
 from dcp_fsdp_osd.layout.placements import dtensor_problem, local_box, placement_text, wrong_rows
 
@@ -198,7 +198,7 @@ def check_unwrapped(layout: FlatLayout, params: Sequence[torch.Tensor | None]) -
     To be called where all ranks learn of one's error.
     """
     for described, param in zip(layout.params, params, strict=True):
-        if described.kind == "whole" and param is not None:
+        if described.kind is ParamKind.WHOLE and param is not None:
             found, shape = tuple(param.shape), described.shapes[0]
             if found != shape:
                 raise LayoutError(
@@ -222,20 +222,20 @@ def _describe_plain(
             aliases.update((fqn, layout.fqns[0]) for fqn in fqns if fqn != layout.fqns[0])
         return
     shape = tuple(param.shape)
-    layout = ParamLayout((fqns[0],), (shape,), "whole", problem=problem)
+    layout = ParamLayout((fqns[0],), (shape,), ParamKind.WHOLE, problem=problem)
     if isinstance(param, DTensor):
-        part = None
+        box = None
         if param.device_mesh.get_coordinate() is not None:
             box = local_box(param.device_mesh, param.placements, param.shape)
-            part = (box.offsets, box.sizes) if box.sizes != shape else None
+            box = box if box.sizes != shape else None
         sharded = not all(placement.is_replicate() for placement in param.placements)
         problem = dtensor_problem(fqns[0], param)
         layout = ParamLayout(
             (fqns[0],),
             (shape,),
-            "dtensor",
+            ParamKind.DTENSOR,
             sharded=sharded,
-            part=part,
+            box=box,
             problem=problem,
             placed=placement_text(param),
         )
@@ -315,7 +315,7 @@ def _describe_unit(
     device = local.device if local is not None else flat.device
     group = private_of(module, "process_group", "FullyShardedDataParallel")
     mesh = private_of(module, "_device_mesh", "FullyShardedDataParallel")
-    column = min(dist.get_process_group_ranks(group))
+    shard_group = min(dist.get_process_group_ranks(group))
     fqns: list[str] = []
     segments: list[Segment] = []
     groups: list[ShardGroup | None] = []
@@ -346,37 +346,35 @@ def _describe_unit(
         aliases.update((other, primary) for other in fqns_of((info.param_name, info.module), names))
     whole_shapes = tuple(s.shape for s in segments)
     if originals is None:  # use_orig_params=False
-        cut = sharded or any(segment.part is not None for segment in segments)
+        cut = sharded or any(segment.within is not None for segment in segments)
         layout = ParamLayout(
             tuple(fqns),
             whole_shapes,
-            "flat",
+            ParamKind.FLAT,
             tuple(segments),
             numel,
             cut,
-            column=column,
+            shard_group=shard_group,
             problem="\n".join(filter(None, problems)),
         )
         known[id(flat)] = (layout, device, dict(zip(fqns, groups, strict=True)))
         return
-    for param, segment, shard_group, problem in zip(
-        originals, segments, groups, problems, strict=True
-    ):
+    for param, segment, over, problem in zip(originals, segments, groups, problems, strict=True):
         if sharded:
             own = dataclasses.replace(segment, offset=0)
             layout = ParamLayout(
                 (own.fqn,),
                 (own.shape,),
-                "flat",
+                ParamKind.FLAT,
                 (own,),
                 own.numel,
                 True,
-                column=column,
+                shard_group=shard_group,
                 problem=problem,
             )
         else:
-            layout = ParamLayout((segment.fqn,), (segment.shape,), "whole")
-        known[id(param)] = (layout, device, {segment.fqn: shard_group})
+            layout = ParamLayout((segment.fqn,), (segment.shape,), ParamKind.WHOLE)
+        known[id(param)] = (layout, device, {segment.fqn: over})
 
 
 def in_two_dimensions(segment: Segment, extension: Any) -> Segment:
@@ -400,7 +398,7 @@ def in_two_dimensions(segment: Segment, extension: Any) -> Segment:
             f"{fqn}: expected the local shard of {extension} to be of shape {part.sizes}, found "
             f"that FSDP flattened one of {segment.shape}"
         )
-    return dataclasses.replace(segment, shape=whole, part=None if part.sizes == whole else part)
+    return dataclasses.replace(segment, shape=whole, within=None if part.sizes == whole else part)
 
 
 def _shard_group(

@@ -32,14 +32,14 @@ class FlatShard:
         names: its FQNs, the first of which it was flattened under; others are tied to it.
         places: (module, attribute) of each; a module may have several names.
         segment: the elements that this rank holds; of ``local``, so that its offset is 0.
-        column: the lowest global rank of the group that FSDP shards over (``ParamLayout.column``).
+        shard_group: as :attr:`~dcp_fsdp_osd.layout.flat.ParamLayout.shard_group`.
         local: 1-D, ``segment.numel`` elements, full precision; FSDP's own memory, a view.
     """
 
     names: tuple[str, ...]
     places: tuple[tuple[nn.Module, str], ...]
     segment: Segment
-    column: int
+    shard_group: int
     local: torch.Tensor
 
 
@@ -56,12 +56,12 @@ def flat_shards(model: nn.Module) -> Iterator[FlatShard]:
             handle = private_of(module, "_handle", "FullyShardedDataParallel")
             if handle is not None:
                 group = private_of(module, "process_group", "FullyShardedDataParallel")
-                column = min(dist.get_process_group_ranks(group))
-                yield from _unit_shards(handle, names, column)
+                shard_group = min(dist.get_process_group_ranks(group))
+                yield from _unit_shards(handle, names, shard_group)
 
 
 def _unit_shards(
-    handle: Any, names: dict[nn.Module, list[str]], column: int
+    handle: Any, names: dict[nn.Module, list[str]], shard_group: int
 ) -> Iterator[FlatShard]:
     flat = private_of(handle, "flat_param", "FlatParamHandle")
     infos = private_of(flat, "_param_infos", "FlatParameter")
@@ -104,7 +104,7 @@ def _unit_shards(
             at = in_two_dimensions(at, extension)
         elif own and at.numel:
             piece = _replaced(getattr(info.module, info.param_name, None), piece, fqns[0])
-        yield FlatShard(fqns, places, replace(at, offset=0), column, piece)
+        yield FlatShard(fqns, places, replace(at, offset=0), shard_group, piece)
 
 
 def _replaced(param: torch.Tensor | None, piece: torch.Tensor, fqn: str) -> torch.Tensor:

@@ -5,6 +5,7 @@ To plan a rank of any world in one process: :func:`units_of` and :func:`simulate
 
 from dcp_fsdp_osd.layout.flat import (
     FlatLayout,
+    ParamKind,
     ParamLayout,
     Piece,
     Segment,
@@ -13,4 +14,13 @@ from dcp_fsdp_osd.layout.flat import (
     units_of,
 )
 
-__all__ = ["FlatLayout", "ParamLayout", "Piece", "Segment", "Unit", "simulate", "units_of"]
+__all__ = [
+    "FlatLayout",
+    "ParamKind",
+    "ParamLayout",
+    "Piece",
+    "Segment",
+    "Unit",
+    "simulate",
+    "units_of",
+]

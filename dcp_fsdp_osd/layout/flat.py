@@ -2,12 +2,13 @@
 
 A :class:`FlatLayout` is a plain value: it can be pickled, printed and compared, and it can be
 made for any rank of any world from a description alone (:func:`simulate`), which is how many
-ranks are planned in one process.  ``fsdp.py`` makes the same value from a live model.
+ranks are planned in one process.  ``dcp_fsdp_osd.fsdp`` makes the same value from a live model.
 """
 
 from __future__ import annotations
 
 import collections
+import enum
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from dcp_fsdp_osd.layout.geometry import Box, box_view, boxes_of_interval
 
 __all__ = [
     "FlatLayout",
+    "ParamKind",
     "ParamLayout",
     "Piece",
     "Segment",
@@ -69,7 +71,7 @@ class Segment:
         start, stop: half-open interval of elements, in the parameter's memory order.
         offset: position of element ``start`` in the rank's local flat tensor.
         order: the memory order, if it is not row-major; dimensions, slowest first.
-        part: the box of the parameter whose elements are counted, if that is not all of it:
+        within: the box of the parameter whose elements are counted, if that is not all of it:
             tensor parallelism cut the box out, then FSDP an interval of its elements.
     """
 
@@ -79,7 +81,7 @@ class Segment:
     stop: int
     offset: int
     order: tuple[int, ...] | None = None
-    part: Box | None = None
+    within: Box | None = None
 
     @property
     def numel(self) -> int:
@@ -87,7 +89,7 @@ class Segment:
 
     def pieces(self) -> Iterator[Piece]:
         """At most ``2 N - 1`` boxes that together are this segment, in memory order."""
-        shape = self.shape if self.part is None else self.part.sizes
+        shape = self.shape if self.within is None else self.within.sizes
         offset = self.offset
         if self.order is None:
             for box in boxes_of_interval(shape, self.start, self.stop):
@@ -103,8 +105,30 @@ class Segment:
             yield Piece(self._in_whole(box), offset, self.order)
             offset += box.numel
 
+    def signed(self) -> str:
+        """Its part of :attr:`ParamLayout.signature`."""
+        box = self.within and f"Box(offsets={self.within.offsets}, sizes={self.within.sizes})"
+        return (
+            f"Segment(fqn={self.fqn!r}, shape={self.shape}, start={self.start}, stop={self.stop}, "
+            f"offset={self.offset}, order={self.order}, part={box})"
+        )
+
     def _in_whole(self, box: Box) -> Box:
-        return box if self.part is None else box.shifted(self.part.offsets)
+        return box if self.within is None else box.shifted(self.within.offsets)
+
+
+class ParamKind(str, enum.Enum):
+    """What the state of a parameter is on this rank.
+
+    ``FLAT``: a 1-D piece of FSDP1's flat tensor. ``WHOLE``: of the parameter's own shape.
+    ``DTENSOR``: a DTensor, as the parameter is. ``NAMED``: under one FQN of a flat parameter, of
+    whatever shape it was given.
+    """
+
+    FLAT = "flat"
+    WHOLE = "whole"
+    DTENSOR = "dtensor"
+    NAMED = "named"
 
 
 @dataclass(frozen=True)
@@ -115,26 +139,25 @@ class ParamLayout:
         fqns: the parameters it stands for: one, or with ``use_orig_params=False`` all of
             an FSDP unit.
         shapes: the whole shape of each.
-        kind: ``"flat"`` if the state is a 1-D piece of FSDP1's flat tensor, ``"whole"`` if it
-            has the parameter's own shape on this rank, ``"dtensor"`` if the parameter is a DTensor.
-        segments: of kind ``"flat"``: what this rank holds of each (none of some).
-        numel: of kind ``"flat"``: elements of the local flat tensor, padding included.
+        kind: what its state is on this rank.
+        segments: of kind ``FLAT``: what this rank holds of each (none of some).
+        numel: of kind ``FLAT``: elements of the local flat tensor, padding included.
         sharded: other ranks hold other parts.
-        column: of kind ``"flat"``: the lowest global rank of the group that the flat tensor is
+        shard_group: of kind ``FLAT``: the lowest global rank of the group that the flat tensor is
             sharded over. Groups that hold replicas may cut them at different places.
-        part: of kind ``"dtensor"``: (offsets, sizes) of this rank's box, if it is not the whole.
+        box: of kind ``DTENSOR``: this rank's box, if it is not the whole.
         problem: why its state cannot be saved or loaded, of which other ranks may not know.
-        placed: of kind ``"dtensor"``: how it lies on its mesh (``placement_text``).
+        placed: of kind ``DTENSOR``: how it lies on its mesh (``placement_text``).
     """
 
     fqns: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    kind: str
+    kind: ParamKind
     segments: tuple[Segment, ...] = ()
     numel: int = 0
     sharded: bool = False
-    part: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    column: int = 0
+    box: Box | None = None
+    shard_group: int = 0
     problem: str = ""
     placed: str = ""
 
@@ -147,29 +170,35 @@ class ParamLayout:
         but padding is not empty: the optimizer steps on it.
         """
         return (
-            self.kind == "flat"
+            self.kind is ParamKind.FLAT
             and not self.numel
             and any(math.prod(shape) for shape in self.shapes)
         )
 
     def is_flat_shape(self, shape: Sequence[int]) -> bool:
         """Whether a state tensor of ``shape`` is a piece of the flat tensor, element by element."""
-        return self.kind == "flat" and tuple(shape) == (self.numel,)
+        return self.kind is ParamKind.FLAT and tuple(shape) == (self.numel,)
 
     @property
     def signature(self) -> str:
         """Names exactly this rank's part: state that cannot be resharded loads only where
         the signature is the same."""
-        text = repr((self.fqns, self.shapes, self.kind, self.segments, self.numel, self.part))
+        # Checkpoints hold it: the text is the one that the first version wrote, names and all.
+        segments = "".join(f"{segment.signed()}, " for segment in self.segments)
+        segments = segments[:-1] if len(self.segments) == 1 else segments[:-2]
+        box = self.box and (self.box.offsets, self.box.sizes)
+        text = (
+            f"({self.fqns}, {self.shapes}, {self.kind.value!r}, ({segments}), {self.numel}, {box})"
+        )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def describe(self) -> str:
         """What this rank holds, for error messages."""
-        if self.part is not None:
-            return f"{self.fqns[0]} at {self.part[0]} size {self.part[1]}"
-        if self.kind != "flat":
+        if self.box is not None:
+            return f"{self.fqns[0]} at {self.box.offsets} size {self.box.sizes}"
+        if self.kind is not ParamKind.FLAT:
             return ", ".join(self.fqns)
-        parts = [f"{s.fqn}[{s.start}:{s.stop}]{_of(s.part)}" for s in self.segments if s.numel]
+        parts = [f"{s.fqn}[{s.start}:{s.stop}]{_of(s.within)}" for s in self.segments if s.numel]
         return several(parts, 4) or "nothing"
 
 
@@ -188,8 +217,8 @@ def without_wrappers(name: str) -> list[str]:
     return [each for each in names if each != name]
 
 
-def _of(part: Box | None) -> str:
-    return "" if part is None else f" of the box at {part.offsets} size {part.sizes}"
+def _of(box: Box | None) -> str:
+    return "" if box is None else f" of the box at {box.offsets} size {box.sizes}"
 
 
 @dataclass(frozen=True)
@@ -229,7 +258,7 @@ class FlatLayout:
         object.__setattr__(self, "_signature", text)
 
     def __repr__(self) -> str:
-        kinds = collections.Counter(param.kind for param in self.params)
+        kinds = collections.Counter(param.kind.value for param in self.params)
         text = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         here = sum(s.numel for param in self.params for s in param.segments)
         of = sum(math.prod(s.shape) for param in self.params for s in param.segments)
@@ -334,14 +363,14 @@ class Unit:
         if not self.use_orig_params:
             fqns = tuple(fqn for fqn, _ in self.params)
             shapes = tuple(shape for _, shape in self.params)
-            return [ParamLayout(fqns, shapes, "flat", tuple(segments), size, sharded)]
+            return [ParamLayout(fqns, shapes, ParamKind.FLAT, tuple(segments), size, sharded)]
         if not sharded:
-            return [ParamLayout((s.fqn,), (s.shape,), "whole") for s in segments]
+            return [ParamLayout((s.fqn,), (s.shape,), ParamKind.WHOLE) for s in segments]
         return [
             ParamLayout(
                 (s.fqn,),
                 (s.shape,),
-                "flat",
+                ParamKind.FLAT,
                 (Segment(s.fqn, s.shape, s.start, s.stop, 0),),
                 s.numel,
                 True,
@@ -408,7 +437,7 @@ def simulate(
     if not 0 <= rank < world_size:
         raise LayoutError(f"expected a rank in [0, {world_size}), found {rank}")
     params = [param for unit in units for param in unit.local_params(world_size, rank)]
-    params += [ParamLayout((fqn,), (shape,), "whole") for fqn, shape in outside]
+    params += [ParamLayout((fqn,), (shape,), ParamKind.WHOLE) for fqn, shape in outside]
     return FlatLayout(tuple(params), {}, (tuple(range(len(params))),))
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_fsdp_osd.checkpoint import CheckpointIndex
 from dcp_fsdp_osd.errors import LayoutError
-from dcp_fsdp_osd.layout.flat import FlatLayout, ParamLayout
+from dcp_fsdp_osd.layout.flat import FlatLayout, ParamKind, ParamLayout
 from dcp_fsdp_osd.layout.placements import Placed
 from dcp_fsdp_osd.load.schedule import LoadSchedule, factored_shapes
 from dcp_fsdp_osd.lowbit.load import QuantizedLoad
@@ -142,7 +142,7 @@ class SavedParams:
                 cut = param.sharded or len(param.fqns) > 1
                 mine = live.get(path)
                 made = isinstance(mine, torch.Tensor) and mine.shape == storage.size
-                if param.kind == "dtensor" and (made or key in self.placed):
+                if param.kind is ParamKind.DTENSOR and (made or key in self.placed):
                     continue
                 if made and not cut:
                     continue
@@ -159,7 +159,7 @@ class SavedParams:
                     lines.append(
                         f"{what} is that of state of an unsharded parameter, {shape}, which "
                         f"cannot be cut for the current layout (rank holds {param.describe()})"
-                        + (_IN_PLACE if param.kind == "dtensor" else "")
+                        + (_IN_PLACE if param.kind is ParamKind.DTENSOR else "")
                     )
                 else:
                     way_out = "" if cut or self.index.info is not None else _IN_PLACE
@@ -228,7 +228,7 @@ class SavedParams:
         if not tensors:
             return self.had_none(param)
         for segment, key in tensors:
-            part = segment.part
+            part = segment.within
             where = [] if part is None else [list(part.offsets), list(part.sizes)]
             spans = [span for span in info.absent.get(key, ()) if span[2:] == where]
             if not any(a <= segment.start and segment.stop <= b for a, b, *_ in spans):

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from dcp_fsdp_osd.checkpoint import CheckpointIndex
 from dcp_fsdp_osd.errors import CheckpointMismatchError, LayoutError
 from dcp_fsdp_osd.fsdp.optim import Target
-from dcp_fsdp_osd.layout.flat import ParamLayout, Piece, param_id
+from dcp_fsdp_osd.layout.flat import ParamKind, ParamLayout, Piece, param_id
 from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.load.match import SavedParams, placed_for
 from dcp_fsdp_osd.load.schedule import (
@@ -242,7 +242,7 @@ class _Planner:
             )
             return None
         kind = kinds.pop()
-        if param.kind == "dtensor" and kind != "object":
+        if param.kind is ParamKind.DTENSOR and kind != "object":
             return self._plan_dtensor(number, param, path, keys)
         if kind == "object":
             self.result.leaves.append(Leaf("object", number, param.fqns[0], path, keys))
@@ -256,7 +256,7 @@ class _Planner:
             ]
         first = first_known(stored)
         odd = len(param.fqns) == 1 and tuple(first.size) != param.shapes[0]
-        if param.kind == "whole" or kind == "scalar" or odd:
+        if param.kind is ParamKind.WHOLE or kind == "scalar" or odd:
             kind = "scalar" if kind == "scalar" else "whole"
             leaf = self._leaf(kind, number, param.fqns[0], path, keys, first)
             (key,) = keys.values()

@@ -29,6 +29,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_fsdp_osd.layout.flat import ParamLayout
+from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.layout.placements import like_param
 from dcp_fsdp_osd.tree import Path, digest
 
@@ -196,11 +197,11 @@ def interval(param: ParamLayout) -> tuple[int, int] | None:
     None if its part is no one interval (columns, say); ``(0, 0)`` if it has no element.
     """
     (shape,) = param.shapes
-    offsets, sizes = param.part or ((0,) * len(shape), shape)
-    if 0 in sizes:
+    box = param.box or Box((0,) * len(shape), shape)
+    if 0 in box.sizes:
         return 0, 0
     start, numel, cut = 0, 1, False
-    for offset, size, whole in zip(offsets, sizes, shape, strict=True):
+    for offset, size, whole in zip(box.offsets, box.sizes, shape, strict=True):
         if cut and size != whole:
             return None
         cut = cut or size > 1

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from dcp_fsdp_osd.checkpoint import CheckpointIndex
 from dcp_fsdp_osd.errors import CorruptCheckpointError
 from dcp_fsdp_osd.fsdp.optim import Target
-from dcp_fsdp_osd.layout.flat import FlatLayout, ParamLayout, param_id
+from dcp_fsdp_osd.layout.flat import FlatLayout, ParamKind, ParamLayout, param_id
 from dcp_fsdp_osd.layout.placements import like_param
 from dcp_fsdp_osd.lowbit.blocks import (
     CODES,
@@ -159,7 +159,7 @@ class QuantizedLoad:
         live: _Live | None,
     ) -> str:
         saved = f"{how.describe()} in the checkpoint"
-        if param.kind == "flat":
+        if param.kind is ParamKind.FLAT:
             return (
                 f"{saved}, which FSDP1's flat pieces cannot take; load under FSDP2 "
                 f"(fully_shard), DDP or in one process"
@@ -249,7 +249,7 @@ class QuantizedLoad:
         return self._tensors[key].size.numel() * how.block_size
 
     def without_elements(self, param: ParamLayout) -> bool:
-        return param.kind != "flat" and interval(param) == (0, 0)
+        return param.kind is not ParamKind.FLAT and interval(param) == (0, 0)
 
     def check_whole(self, number: int, keys: Mapping[str, Path]) -> list[str]:
         """What keeps a parameter's state from being loaded as tensors of its whole shape."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.tensor import DTensor
 
 from dcp_fsdp_osd.errors import LayoutError, listed
-from dcp_fsdp_osd.layout.flat import ParamLayout, Piece
+from dcp_fsdp_osd.layout.flat import ParamKind, ParamLayout, Piece
 from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.lowbit.blocks import (
     CODES,
@@ -67,7 +67,7 @@ def quantized_entries(
     Raises:
         LayoutError: ``value`` is some other tensor subclass, or not cut as its parameter is.
     """
-    cut_alike = param.kind == ("dtensor" if isinstance(value, DTensor) else "whole")
+    cut_alike = param.kind is (ParamKind.DTENSOR if isinstance(value, DTensor) else ParamKind.WHOLE)
     found = split(value, param, path) if cut_alike else None
     part = interval(param) if cut_alike else None
     local = local_part(value)
@@ -75,8 +75,8 @@ def quantized_entries(
         raise LayoutError(
             f"{name}: expected a plain tensor, or one that is quantized in blocks as "
             f"torchao's are and cut like its parameter by FSDP2, found a {type(local).__name__} "
-            f"of a parameter of kind {param.kind!r}: a load would give back plain tensors in its "
-            f"place. Save an optimizer whose state are plain tensors, or use fully_shard"
+            f"of a parameter of kind {param.kind.value!r}: a load would give back plain tensors in "
+            f"its place. Save an optimizer whose state are plain tensors, or use fully_shard"
         )
     how, inner = found
     if part is None or part[0] % how.block_size or part[1] % how.block_size:

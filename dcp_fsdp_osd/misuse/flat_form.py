@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from dcp_fsdp_osd.errors import CheckpointMismatchError, LayoutError
-from dcp_fsdp_osd.layout.flat import FlatLayout
+from dcp_fsdp_osd.layout.flat import FlatLayout, ParamKind
 from dcp_fsdp_osd.tree import dicts, dotted
 
 __all__ = ["FlatStates", "check_rest", "expect_setter", "flat_states"]
@@ -130,7 +130,7 @@ class FlatStates(dict[Any, Any]):
 
 def flat_states(states: dict[Any, Any], layout: FlatLayout) -> dict[Any, Any]:
     """``states`` by number, guarded where stock's setter could not know what they are."""
-    flat = any(param.kind == "flat" for param in layout.params)
+    flat = any(param.kind is ParamKind.FLAT for param in layout.params)
     if not flat or any(isinstance(key, str) for key in states):
         return states
     guarded = FlatStates(states)
@@ -182,6 +182,6 @@ def _is_setters(state_dict: Mapping[str, Any], layout: FlatLayout) -> bool:
         ]
         plain = any(not isinstance(tensor, DTensor) for tensor in tensors)
         moved = position >= len(order) or fqn not in order[position]
-        if param.kind == "flat" or moved or (param.kind == "dtensor" and plain):
+        if param.kind is ParamKind.FLAT or moved or (param.kind is ParamKind.DTENSOR and plain):
             return True
     return False

@@ -49,7 +49,7 @@ class Report:
     stateless: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     orders: dict[str, tuple[int, ...]] = field(default_factory=dict)
     parts: dict[str, Box] = field(default_factory=dict)
-    columns: dict[str, int] = field(default_factory=dict)
+    shard_groups: dict[str, int] = field(default_factory=dict)
     groups: list[GroupInfo] = field(default_factory=list)
     user: list[str] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)
@@ -144,23 +144,23 @@ def drop_overlaps(reports: Sequence[Report], plans: list[SavePlan]) -> None:
     for report, plan in zip(reports, plans, strict=True):
         for item in plan.items:
             fqn = report.pieces.get(item.index.fqn)
-            if fqn is not None and fqn in report.columns and fqn not in report.parts:
+            if fqn is not None and fqn in report.shard_groups and fqn not in report.parts:
                 data = tensor_data(item)
                 whole = Box((0,) * len(data.size), tuple(data.size))
                 span = _interval(_box(data), whole, report.orders.get(fqn))
-                spans[item.index.fqn][report.columns[fqn]].add(span)
+                spans[item.index.fqn][report.shard_groups[fqn]].add(span)
     writer: dict[str, int] = {}
-    for name, columns in spans.items():
-        distinct = sorted(set().union(*columns.values()))
+    for name, shard_groups in spans.items():
+        distinct = sorted(set().union(*shard_groups.values()))
         if any(a[1] > b[0] for a, b in itertools.pairwise(distinct)):
-            held = {column: sum(b - a for a, b in found) for column, found in columns.items()}
-            writer[name] = max(held, key=lambda column: (held[column], -column))
+            held = {group: sum(b - a for a, b in found) for group, found in shard_groups.items()}
+            writer[name] = max(held, key=lambda group: (held[group], -group))
     for rank, (report, plan) in enumerate(zip(reports, plans, strict=True)):
         items = [
             item
             for item in plan.items
             if item.index.fqn not in writer
-            or report.columns[report.pieces[item.index.fqn]] == writer[item.index.fqn]
+            or report.shard_groups[report.pieces[item.index.fqn]] == writer[item.index.fqn]
         ]
         plans[rank] = dataclasses.replace(plan, items=items)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from dcp_fsdp_osd.checkpoint import opaque_prefix
 from dcp_fsdp_osd.containers import Containers, containers_of
 from dcp_fsdp_osd.errors import LayoutError
-from dcp_fsdp_osd.layout.flat import FlatLayout, ParamLayout, Piece, param_id
+from dcp_fsdp_osd.layout.flat import FlatLayout, ParamKind, ParamLayout, Piece, param_id
 from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.layout.placements import dtensor_problem, placement_text
 from dcp_fsdp_osd.lowbit.blocks import QuantizedReport, is_wrapper, local_part
@@ -56,7 +56,7 @@ class SaveEntries:
         stateless: FQN -> intervals that this rank holds but has no state for.
         orders: FQN -> memory order, where it is not row-major.
         parts: FQN -> the box that tensor parallelism leaves this rank and its FSDP group of it.
-        columns: FQN -> which FSDP group this rank is of (``ParamLayout.column``).
+        shard_groups: FQN -> which FSDP group this rank is of (``ParamLayout.shard_group``).
         groups: this rank's param groups, in its order.
         user: names in ``state`` that are no parameter's.
         opaque: path of per-rank state -> what part of the model it is of.
@@ -76,7 +76,7 @@ class SaveEntries:
     stateless: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     orders: dict[str, tuple[int, ...]] = field(default_factory=dict)
     parts: dict[str, Box] = field(default_factory=dict)
-    columns: dict[str, int] = field(default_factory=dict)
+    shard_groups: dict[str, int] = field(default_factory=dict)
     groups: list[GroupInfo] = field(default_factory=list)
     user: list[str] = field(default_factory=list)
     opaque: dict[Path, str] = field(default_factory=dict)
@@ -116,9 +116,9 @@ def save_entries(state_dict: Mapping[str, Any], layout: FlatLayout, key: Path) -
     stateful = _save_states(state_dict["state"], layout, key, entries)
     for param in layout.params:
         for segment in param.segments:
-            entries.columns[segment.fqn] = param.column
-            if segment.part is not None:
-                entries.parts[segment.fqn] = segment.part
+            entries.shard_groups[segment.fqn] = param.shard_group
+            if segment.within is not None:
+                entries.parts[segment.fqn] = segment.within
             if segment.order is not None:
                 entries.orders[segment.fqn] = segment.order
             if segment.fqn not in stateful and segment.numel:
@@ -198,7 +198,7 @@ def _param_of(name: Any, layout: FlatLayout) -> ParamLayout | None:
     fqn = layout.resolve(name) if isinstance(name, str) else None
     if fqn is None or len(param.fqns) == 1:
         return param
-    return ParamLayout((fqn,), (layout.shape_of(fqn),), "named", sharded=True)
+    return ParamLayout((fqn,), (layout.shape_of(fqn),), ParamKind.NAMED, sharded=True)
 
 
 def _save_groups(groups: Any, layout: FlatLayout, key: Path, entries: SaveEntries) -> None:
@@ -263,11 +263,11 @@ def _save_leaf(
     ):
         name = _state_path(key, param.fqns[0], path)
         entries.plain[name] = value
-        if param.kind == "flat":
+        if param.kind is ParamKind.FLAT:
             entries.whole.append(name)
         if tuple(value.shape) != param.shapes[0]:
             entries.odd.append(dotted(name))
-    elif param.kind == "named":
+    elif param.kind is ParamKind.NAMED:
         raise LayoutError(
             f"{dotted(_state_path(key, param.fqns[0], path))}: expected a whole tensor of shape "
             f"{param.shapes[0]}, a DTensor or a ShardedTensor under a parameter's name, found "

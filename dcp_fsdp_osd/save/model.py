@@ -37,9 +37,9 @@ def model_entries(state_dict: Mapping[str, Any], key: tuple[str, ...]) -> SaveEn
                 f"{fqn}: expected this rank's {segment.numel} elements, contiguous, found shape "
                 f"{tuple(value.shape)}: the state dict of a FlatModelState was changed"
             )
-        entries.columns[fqn] = guard.columns[fqn]
-        if segment.part is not None:
-            entries.parts[fqn] = segment.part
+        entries.shard_groups[fqn] = guard.shard_groups[fqn]
+        if segment.within is not None:
+            entries.parts[fqn] = segment.within
         if segment.order is not None:
             entries.orders[fqn] = segment.order
         if segment.numel or not torch.Size(segment.shape).numel():

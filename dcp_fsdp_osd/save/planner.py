@@ -263,7 +263,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             report = Report(
                 orders=entries.orders,
                 parts=entries.parts,
-                columns=entries.columns,
+                shard_groups=entries.shard_groups,
                 containers=entries.containers,
                 model=True,
             )
@@ -301,7 +301,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             depth=depth,
             orders=entries.orders,
             parts=entries.parts,
-            columns=entries.columns,
+            shard_groups=entries.shard_groups,
             groups=entries.groups,
             user=entries.user,
             opaque={dotted(path): text for path, text in entries.opaque.items()},

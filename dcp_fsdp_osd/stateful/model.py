@@ -40,7 +40,7 @@ class ModelGuard(Guard):
 
     Attributes:
         segments: FQN -> the elements of it that this rank holds; of FSDP1's parameters.
-        columns: FQN -> which FSDP group this rank is of (``ParamLayout.column``).
+        shard_groups: FQN -> which FSDP group this rank is of (``ParamLayout.shard_group``).
         tied: name -> the first name of the same tensor.
         dtypes: buffers that FSDP1 keeps in a lower precision -> dtype that is saved.
         extra: names that hold a module's extra state, which may be anything.
@@ -51,7 +51,7 @@ class ModelGuard(Guard):
     owner, pieces = "FlatModelState", "flat parameters"
 
     segments: dict[str, Segment] = field(default_factory=dict)
-    columns: dict[str, int] = field(default_factory=dict)
+    shard_groups: dict[str, int] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ class FlatModelState(NotADict, Stateful):
                 for fqn in shard.names:
                     values[fqn] = shard.local
                     guard.segments[fqn] = shard.segment
-                    guard.columns[fqn] = shard.column
+                    guard.shard_groups[fqn] = shard.shard_group
                     guard.tied[fqn] = shard.names[0]
             values.update(_outside(self.model, taken))
             dtypes = low_precision_buffers(self.model)

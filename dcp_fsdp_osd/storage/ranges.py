@@ -24,7 +24,7 @@ class Span:
     key: int
     dest: int | None
 
-    def within(self, start: int, end: int) -> Span:
+    def clipped(self, start: int, end: int) -> Span:
         """What of it lies in [start, end), which is within it."""
         return Span(
             start, end, self.key, None if self.dest is None else self.dest + start - self.start
@@ -71,7 +71,7 @@ class FileRange:
                 end = min(bounds[index + 1] - self.origin, span.end)
                 if start >= end:
                     break
-                inside[index].append(span.within(start, end))
+                inside[index].append(span.clipped(start, end))
         return [
             replace(self, start=start, end=end, spans=tuple(wanted))
             for start, end, wanted in zip(bounds, bounds[1:], inside, strict=False)

@@ -14,7 +14,15 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimSavePlanner, LayoutError
 from dcp_fsdp_osd.fsdp.optim import Target, describe_target
-from dcp_fsdp_osd.layout.flat import FlatLayout, Segment, simulate, units_of
+from dcp_fsdp_osd.layout.flat import (
+    FlatLayout,
+    ParamKind,
+    ParamLayout,
+    Segment,
+    Unit,
+    simulate,
+    units_of,
+)
 from dcp_fsdp_osd.layout.geometry import Box, boxes_of_interval, dim_order
 from dcp_fsdp_osd.save.agree import complement, share_out
 from tests.models import MODELS, wrap_fsdp1
@@ -73,6 +81,38 @@ def test_dim_order_refuses_holes() -> None:
     assert boxes_of_interval((0, 3), 0, 0) == [Box((0, 0), (0, 3))]
 
 
+def test_signatures_are_those_in_checkpoints_of_the_first_version() -> None:
+    """State that cannot be resharded is found by them, so that they must never change."""
+    units = [
+        Unit((("a.w", (4, 3)), ("a.b", (5,)))),
+        Unit((("c.w", (2, 3)),), use_orig_params=False),
+    ]
+    found = [simulate(units, [("out", (7,))], world_size=2, rank=rank) for rank in range(2)]
+    assert [(each.signature, *(p.signature for p in each.params)) for each in found] == [
+        (
+            "da776f47c4c4f61d",
+            "e887627cd6ffd000",
+            "db26d18d04c9577f",
+            "f1a4c6d323772564",
+            "84eebbed52249571",
+        ),
+        (
+            "88c2d85fc01a746e",
+            "8f323670a512bab1",
+            "2034907f137bc22c",
+            "a663cb51abc693d6",
+            "84eebbed52249571",
+        ),
+    ]
+    columns = Box((0, 3), (4, 3))
+    segment = Segment("w", (4, 6), 1, 5, 2, (1, 0), columns)
+    flat = ParamLayout(("w",), ((4, 6),), ParamKind.FLAT, (segment,), 9, True, problem="any")
+    assert flat.signature == "98ddcdee4cf2e601"
+    rows = Box((2, 0), (2, 6))
+    cut = ParamLayout(("d",), ((4, 6),), ParamKind.DTENSOR, sharded=True, box=rows)
+    assert cut.signature == "7c746ba8f78ce602"
+
+
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted).map(tuple)))
 def test_complement(spans: list[tuple[int, int]]) -> None:
     covered = {i for a, b in spans for i in range(a, b)}
@@ -117,7 +157,7 @@ def _state(layout: FlatLayout, whole: dict[str, torch.Tensor]) -> dict[str, Any]
     for i, param in enumerate(layout.params):
         if param.empty:
             continue
-        if param.kind == "whole":
+        if param.kind is ParamKind.WHOLE:
             value = whole[param.fqns[0]].clone()
         else:
             value = torch.zeros(param.numel)

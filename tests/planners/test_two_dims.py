@@ -35,6 +35,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_fsdp_osd import FlatModelState, FlatOptimLoadPlanner, FlatOptimSavePlanner, LayoutError
 from dcp_fsdp_osd.fsdp.optim import describe_target
+from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.stateful.guard import GUARD_KEY
 from tests.models import Mlp, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, assert_same, differences, load, raw, save
@@ -466,8 +467,8 @@ def _fsdp2_over_tp_boxes(rank: int, world: int, size: int) -> list[int]:
             continue
         target = describe_target(model, torch.optim.SGD(model.parameters()))
         local = _local(next(model.parameters()))
-        part = target.layout.params[0].part or ((0, 0), (rows, 2))
-        (row, column), (count, width) = part
+        box = target.layout.params[0].box or Box((0, 0), (rows, 2))
+        (row, column), (count, width) = box.offsets, box.sizes
         assert torch.equal(whole[row : row + count, column : column + width], local), rows
     return refused
 
