@@ -16,7 +16,7 @@ PYTHONS ?=
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check \
-		-c constraints.txt -e '.[test,obstore,progress,crc32c]'
+		-c constraints.txt -e '.[test,optimizers,obstore,progress,crc32c]'
 	touch $@
 
 demo: $(STAMP)
