@@ -24,7 +24,7 @@ import math
 import struct
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError
@@ -33,6 +33,7 @@ __all__ = [
     "ALIGNMENT",
     "MAX32",
     "STORAGE_CLASS",
+    "Envelopes",
     "block_size",
     "contiguous_strides",
     "table_bytes",
@@ -46,6 +47,7 @@ _TABLE_NAME = b"archive/.dcp_fsdp_osd/crc"
 _PAYLOAD_NAME = b"archive/data/0"
 _BYTEORDER = sys.byteorder.encode()
 _UTF8 = 0x0800
+_MOST_KNOWN = 1 << 10
 MAX32 = 0xFFFFFFFF
 LOCAL, CENTRAL, END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
 END64, LOCATOR64 = b"PK\x06\x06", b"PK\x06\x07"
@@ -256,6 +258,53 @@ def _zip_end(count: int, size: int, offset: int) -> bytes:
         wide += struct.pack("<4sIQI", LOCATOR64, 0, offset + size, 1)
         offset = MAX32
     return wide + struct.pack("<4sHHHHIIH", END, 0, 0, count, count, size, offset, 0)
+
+
+class Envelopes:
+    """Headers and trailers of many small tensors, made once for each dtype and shape.
+
+    Those of one dtype and shape differ in their checksums alone, and in the padding.
+    """
+
+    def __init__(self, checksum: Callable[[bytes, int], int] | None) -> None:
+        self._checksum = checksum
+        self._known: dict[object, tuple[bytes, int, tuple[bytes, ...]]] = {}
+
+    def around(
+        self, dtype: str, sizes: Sequence[int], payload: bytes, offset: int
+    ) -> tuple[bytes, bytes]:
+        """Header and trailer of a payload of one block, as the functions above make them."""
+        checksum, nbytes = self._checksum, len(payload)
+        key = dtype, sizes, offset % ALIGNMENT
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            found = self._known[key] = self._make(dtype, sizes, nbytes, offset)
+        header, crc, (first, middle, last, end) = found
+        if checksum is None:
+            return header, first
+        table = struct.pack("<2I", crc, checksum(payload, 0)) if nbytes else struct.pack("<I", crc)
+        zip_crc = struct.pack("<I", zlib.crc32(table))
+        return header, b"".join((first, zip_crc, middle, table, last, zip_crc, end))
+
+    def _make(
+        self, dtype: str, sizes: Sequence[int], nbytes: int, offset: int
+    ) -> tuple[bytes, int, tuple[bytes, ...]]:
+        header = tensor_header(dtype, sizes, nbytes, offset)
+        if self._checksum is None:
+            return header, 0, (tensor_trailer(header, nbytes, None), b"", b"", b"")
+        count = table_bytes(nbytes) // 4
+        trailer = tensor_trailer(header, nbytes, [0] * count)
+        table = 30 + len(_TABLE_NAME)
+        again = trailer.index(_TABLE_NAME, table) - 46  # in the directory
+        parts = (
+            trailer[:14],
+            trailer[18:table],
+            trailer[table + 4 * count : again + 16],
+            trailer[again + 20 :],
+        )
+        return header, self._checksum(header, 0), parts
 
 
 def table_bytes(nbytes: int) -> int:

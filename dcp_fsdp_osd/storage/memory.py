@@ -15,6 +15,7 @@ from dcp_fsdp_osd.layout.geometry import box_view, boxes_of_interval, narrowed_v
 
 __all__ = [
     "DTYPES",
+    "DTYPE_NAMES",
     "ScratchPool",
     "copy_bytes",
     "copy_flat_range",
@@ -38,6 +39,9 @@ _DTYPE_NAMES = (
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in _DTYPE_NAMES.split() if hasattr(torch, name)
 }
+
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def view_bytes(tensor: torch.Tensor) -> memoryview:
@@ -88,7 +92,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and str(tensor.dtype).removeprefix("torch.") in DTYPES
+        and tensor.dtype in DTYPE_NAMES
     )
 
 

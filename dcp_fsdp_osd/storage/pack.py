@@ -20,8 +20,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_fsdp_osd.compat import object_bytes
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.checksum import BlockHasher, Checksum
-from dcp_fsdp_osd.storage.entry import block_size, tensor_header, tensor_trailer
-from dcp_fsdp_osd.storage.memory import ScratchPool, copy_flat_range, is_plain, view_bytes
+from dcp_fsdp_osd.storage.entry import Envelopes, block_size, tensor_header, tensor_trailer
+from dcp_fsdp_osd.storage.memory import (
+    DTYPE_NAMES,
+    ScratchPool,
+    copy_flat_range,
+    is_plain,
+    view_bytes,
+)
 from dcp_fsdp_osd.storage.metadata import (
     KIND_BYTES,
     KIND_OPAQUE,
@@ -35,7 +41,8 @@ __all__ = ["Chunk", "FilePlan", "item_bytes", "pack", "plan_files"]
 
 SMALL = 1 << 16
 """Items below this many bytes are laid side by side at the start of a rank's first file."""
-_JOIN = 1 << 12  # payloads up to this are copied: one piece costs less than three
+_JOIN = 1 << 12  # payloads up to this are copied: a thousand of them make one piece
+_JOINED = 1 << 20  # bytes that are copied before they become a piece
 _ENVELOPE = 800  # about what header and trailer take
 
 
@@ -126,14 +133,13 @@ def pack(
     appended to `results` when its last chunk has been yielded or is about to be.
     """
     packer = _Packer(plan.name, part_size, copies, reserve)
+    envelopes = Envelopes(None if checksum is None else checksum.raw)
     for item in plan.items:
         data = planner.resolve_data(item)
         begin = packer.position
         if isinstance(data, torch.Tensor):
             _check_loadable(item, data)
-            if is_plain(data):
-                entry = yield from _pack_tensor(packer, item, data, checksum, scratch)
-            else:
+            if not is_plain(data):
                 buffer = io.BytesIO()
                 try:
                     torch.save(data, buffer)
@@ -143,6 +149,15 @@ def pack(
                         f"{error}"
                     ) from error
                 entry = yield from _pack_bytes(packer, buffer, KIND_OPAQUE, checksum)
+            else:
+                data = _with_memory(item, data.detach())
+                _check_shape(item, data)
+                if data.nbytes <= _JOIN and data.is_cpu and data.is_contiguous():
+                    entry = _join_tensor(packer, data, checksum, envelopes)
+                    if packer.joined >= _JOINED:
+                        yield from packer.flush()
+                else:
+                    entry = yield from _pack_tensor(packer, data, checksum, scratch)
         elif isinstance(data, io.BytesIO):
             refused = refused_names(data)
             if refused:
@@ -166,12 +181,16 @@ def pack(
                 storage_data=storage_info(entry, None if checksum is None else checksum.name),
             )
         )
+    yield from packer.flush()
     if packer.chunk.size or packer.position == 0:
         yield packer.chunk
 
 
 class _Packer:
-    """The chunk being filled.  `add` yields it when it is full, and begins the next."""
+    """The chunk being filled.  `add` yields it when it is full, and begins the next.
+
+    `position` counts what was added, and `joined` bytes that wait for a `flush`.
+    """
 
     def __init__(
         self, name: str, part_size: int, copies: int, reserve: Callable[[int], None]
@@ -180,11 +199,12 @@ class _Packer:
         self.part_size = part_size
         self._copies = copies
         self.reserve = reserve
-        self.position = 0
+        self.position = self.joined = 0
+        self._small: list[bytes] = []
         self.chunk = self._begin()
 
     def _begin(self) -> Chunk:
-        chunk = Chunk(self.name, self.position)
+        chunk = Chunk(self.name, self.position - self.joined)
         if self._copies:
             self.charge(chunk, self._copies * self.part_size)
         return chunk
@@ -197,12 +217,29 @@ class _Packer:
     def room(self) -> int:
         return self.part_size - self.chunk.size
 
+    def join(self, *parts: bytes) -> None:
+        """Add a few bytes, which become a piece with others."""
+        size = sum(map(len, parts))
+        self._small += parts
+        self.joined += size
+        self.position += size
+
+    def flush(self) -> Iterator[Chunk]:
+        """What was joined becomes a piece."""
+        if self.joined:
+            data = b"".join(self._small)
+            self._small.clear()
+            self.position -= self.joined
+            self.joined = 0
+            yield from self.add(data)
+
     def next_if_full(self) -> Iterator[Chunk]:
         if self.room == 0:
             yield self.chunk
             self.chunk = self._begin()
 
     def add(self, data: bytes | memoryview, keep: object = None) -> Iterator[Chunk]:
+        yield from self.flush()
         view = memoryview(data)
         done = 0
         while done < len(view):
@@ -226,36 +263,44 @@ def _pack_bytes(
     return EntryInfo(packer.name, begin, len(view), kind, crc)
 
 
+def _join_tensor(
+    packer: _Packer, tensor: torch.Tensor, checksum: Checksum | None, envelopes: Envelopes
+) -> EntryInfo:
+    dtype = DTYPE_NAMES[tensor.dtype]
+    payload = bytes(view_bytes(tensor))
+    begin = packer.position
+    header, trailer = envelopes.around(dtype, tensor.shape, payload, begin)
+    packer.join(header, payload, trailer)
+    return EntryInfo(
+        packer.name,
+        begin,
+        packer.position - begin,
+        KIND_TENSOR,
+        checksum.raw(trailer, 0) if checksum else None,
+        len(header),
+        len(payload),
+        dtype,
+    )
+
+
 def _pack_tensor(
-    packer: _Packer,
-    item: WriteItem,
-    tensor: torch.Tensor,
-    checksum: Checksum | None,
-    scratch: ScratchPool,
+    packer: _Packer, tensor: torch.Tensor, checksum: Checksum | None, scratch: ScratchPool
 ) -> Generator[Chunk, None, EntryInfo]:
-    tensor = _with_memory(item, tensor.detach())
-    _check_shape(item, tensor)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    nbytes = tensor.numel() * tensor.element_size()
+    dtype = DTYPE_NAMES[tensor.dtype]
+    nbytes = tensor.nbytes
     begin = packer.position
     header = tensor_header(dtype, tensor.shape, nbytes, begin)
     hasher = BlockHasher(checksum, block_size(nbytes)) if checksum else None
-    direct = tensor.is_cpu and tensor.is_contiguous()
-    if direct and nbytes <= _JOIN:
-        view = view_bytes(tensor)
-        payload = bytes(view)
-        if hasher:
-            hasher.update(view)
-        trailer = _trailer(header, nbytes, checksum, hasher)
-        yield from packer.add(header + payload + trailer)
+    yield from packer.add(header)
+    if tensor.is_cpu and tensor.is_contiguous():
+        yield from _lend(packer, tensor, hasher)
     else:
-        yield from packer.add(header)
-        if direct:
-            yield from _lend(packer, tensor, hasher)
-        else:
-            yield from _stage(packer, tensor, hasher, scratch)
-        trailer = _trailer(header, nbytes, checksum, hasher)
-        yield from packer.add(trailer)
+        yield from _stage(packer, tensor, hasher, scratch)
+    table = None
+    if checksum is not None and hasher is not None:
+        table = [checksum.extend(0, header), *hasher.finish()]
+    trailer = tensor_trailer(header, nbytes, table)
+    yield from packer.add(trailer)
     return EntryInfo(
         name=packer.name,
         offset=begin,
@@ -266,14 +311,6 @@ def _pack_tensor(
         nbytes=nbytes,
         dtype=dtype,
     )
-
-
-def _trailer(
-    header: bytes, nbytes: int, checksum: Checksum | None, hasher: BlockHasher | None
-) -> bytes:
-    if checksum is None or hasher is None:
-        return tensor_trailer(header, nbytes, None)
-    return tensor_trailer(header, nbytes, [checksum.extend(0, header), *hasher.finish()])
 
 
 def _lend(packer: _Packer, tensor: torch.Tensor, hasher: BlockHasher | None) -> Iterator[Chunk]:
