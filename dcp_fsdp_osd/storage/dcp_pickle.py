@@ -199,7 +199,10 @@ def _fill_storage_meta(instance: Any, state: Any) -> None:
 
 
 _INDEX = frozenset({"fqn", "offset", "index"})
-_FIELDS = frozenset({"relative_path", "offset", "length", "transform_descriptors", "dcp_fsdp_osd"})
+_FIELDS = frozenset({
+    "relative_path", "offset", "length", "transform_descriptors", "dcp_fsdp_osd",
+    "properties", "size", "chunks",
+})  # fmt: skip
 _FILL: Mapping[str, Callable[[Any, Any], None]] = {
     "BytesStorageMetadata": _fill,
     "ChunkStorageMetadata": _fill_chunk,
@@ -256,12 +259,12 @@ def check_nesting(value: object, most: int) -> None:
     stack = [value]
     while stack:
         each = stack[-1]
-        inside = _inside(each)
-        todo = [child for child in inside if _inside(child) and id(child) not in known]
+        inside = [child for child in _inside(each) if type(child) not in SCALARS]
+        todo = [child for child in inside if id(child) not in known and _inside(child)]
         if not todo:
             below = [known.get(id(child), (1, 0)) for child in inside]
-            count = 1 + sum(number for number, _ in below)
-            depth = 1 + max((levels for _, levels in below), default=0)
+            count = 1 + len(_inside(each)) - len(inside) + sum([number for number, _ in below])
+            depth = 1 + max([levels for _, levels in below], default=0)
             if count > most or depth > MAX_MARKS:
                 raise PickleError(f"values nest {depth} deep, and are {count}")
             known[id(each)] = count, depth

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError
 from dcp_fsdp_osd.storage.checksum import BlockHasher, Checksum
@@ -23,8 +23,9 @@ from dcp_fsdp_osd.storage.progress import Progress
 from dcp_fsdp_osd.storage.ranges import Fetch, FileRange, Span, coalesce
 from dcp_fsdp_osd.storage.session import Session
 from dcp_fsdp_osd.storage.transfer import Budget, Pool, Stats
-from dcp_fsdp_osd.storage.unpack import GRAIN, Entry, Index, Item, TensorEntry, WholeEntry
+from dcp_fsdp_osd.storage.unpack import GRAIN, Entry, Index, Item, TensorEntry
 from dcp_fsdp_osd.storage.wanted import Group, Wanted
+from dcp_fsdp_osd.storage.whole import SmallEntries, WholeEntry
 
 __all__ = ["Fetcher"]
 
@@ -49,6 +50,7 @@ class _Job:
         views: the memory that it fills, in order; slices of it belong to the file ranges in order.
         shares: for each file range, the range of `views` that is its own.
         landings: what to move on from `buffer` afterwards.
+        small: entries whose bytes lie in a range of `buffer`.
         crcs: what the thread computed: (entry, block or -1 for header) -> checksum.
         around: bytes of headers and trailers that were read, by file range.
     """
@@ -57,6 +59,7 @@ class _Job:
     views: list[memoryview] = field(default_factory=list)
     shares: list[tuple[int, int]] = field(default_factory=list)
     landings: list[_Landing] = field(default_factory=list)
+    small: list[tuple[SmallEntries, int, int]] = field(default_factory=list)
     buffer: torch.Tensor | None = None
     charge: int = 0
     blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
@@ -238,6 +241,9 @@ class Fetcher:
             at = file_range.start - entry.info.offset
             parts.append(memoryview(entry.data)[at : at + file_range.end - file_range.start])
             return
+        if isinstance(entry, SmallEntries):
+            job.small.append((entry, *stage(file_range.end - file_range.start)))
+            return
         assert isinstance(entry, TensorEntry)
         if file_range.origin < 0:
             stage(file_range.end - file_range.start)
@@ -326,15 +332,19 @@ class Fetcher:
                     entry = self._entries[file_range.entry]
                     assert isinstance(entry, TensorEntry) and self._checksum is not None
                     entry.take_around(file_range, data, self._checksum)
+                self._deliver_small(job)
                 for file_range in fetch.ranges:
                     self._arrived(file_range)
             except CorruptCheckpointError as error:
                 raise CorruptCheckpointError(
                     f"{self._session.url}: rank {self._session.rank}: {error}"
                 ) from None
+            if job.buffer is not None:
+                self._scratch.give(job.buffer)
+                job.buffer = None
 
     def _land(self, job: _Job) -> None:
-        """Move on what could not land in its destination, and give the buffer back."""
+        """Move on what could not land in its destination."""
         if job.buffer is None:
             return
         devices = set()
@@ -351,8 +361,15 @@ class Fetcher:
             event = torch.Event(device)
             event.record()
             event.synchronize()
-        self._scratch.give(job.buffer)
-        job.buffer = None
+
+    def _deliver_small(self, job: _Job) -> None:
+        if job.buffer is None or not job.small:
+            return
+        whole = view_bytes(job.buffer)
+        for entry, begin, end in job.small:
+            entry.deliver(
+                whole[begin:end], self._planner, self._checksum, allow_pickle=self._allow_pickle
+            )
 
     def _arrived(self, file_range: FileRange) -> None:
         """Check what can be checked by now, and hand complete items to the planner."""
@@ -360,7 +377,9 @@ class Fetcher:
         entry.left -= 1
         if isinstance(entry, WholeEntry):
             if entry.left == 0:
-                self._deliver(entry)
+                entry.deliver(self._planner, self._checksum, allow_pickle=self._allow_pickle)
+            return
+        if isinstance(entry, SmallEntries):
             return
         assert isinstance(entry, TensorEntry)
         for key in {span.key for span in file_range.spans}:
@@ -370,13 +389,3 @@ class Fetcher:
                 entry.landed.append(item)
         for item in entry.check():
             item.commit(self._planner)
-
-    def _deliver(self, entry: WholeEntry) -> None:
-        if self._checksum is not None:
-            entry.check(self._checksum)
-        if entry.items[0].read.type == LoadItemType.BYTE_IO:
-            entry.deliver_bytes(self._planner, allow_pickle=self._allow_pickle)
-        else:
-            entry.deliver_tensor(self._planner, allow_pickle=self._allow_pickle)
-        entry.data = None
-        entry.items = []

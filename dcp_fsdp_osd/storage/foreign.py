@@ -1,13 +1,12 @@
 """Entries that ``torch.save`` wrote: where their payload lies, found without loading them.
 
-Pure.  No byte of an entry is trusted, and its pickle is read without constructing anything.
+Pure.  No byte of an entry is trusted, and its pickle is read by ``pickles.py``, where all globals
+stand for descriptions.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 import struct
 import sys
 from dataclasses import dataclass
@@ -23,8 +22,16 @@ from dcp_fsdp_osd.storage.entry import (
     STORAGE_CLASS,
     contiguous_strides,
 )
+from dcp_fsdp_osd.storage.pickles import Maker, load_pickle
 
-__all__ = ["HEAD_BYTES", "TAIL_BYTES", "ForeignTensor", "parse_foreign"]
+__all__ = [
+    "HEAD_BYTES",
+    "TAIL_BYTES",
+    "ForeignTensor",
+    "directory",
+    "parse_foreign",
+    "record",
+]
 
 _BYTEORDER = sys.byteorder.encode()
 _CLASS_DTYPE = {value: key for key, value in STORAGE_CLASS.items()}
@@ -59,27 +66,39 @@ class _Storage:
     count: int
 
 
-class _TensorUnpickler(pickle.Unpickler):
-    """Reads the pickle of one tensor into a description; constructs nothing else."""
+@dataclass(frozen=True)
+class _Tensor:
+    args: tuple[Any, ...]  # of the function that torch makes it with
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return lambda *args: args
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module == "torch" and name in _CLASS_DTYPE:
-            return _CLASS_DTYPE[name]
-        if module == "torch.storage" and name == "UntypedStorage":
-            return None
-        if module == "torch" and name.replace("_", "").isalnum() and name.islower():
-            return name  # a dtype; the caller checks that it is one
+
+def _tensor(*args: Any) -> _Tensor:
+    return _Tensor(args)
+
+
+def _no_hooks() -> dict[Any, Any]:
+    return {}
+
+
+def _find(module: str, name: str) -> Any:
+    """What stands for the globals of a tensor's pickle: descriptions, and nothing of torch's."""
+    if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+        return Maker(name, call=_tensor)
+    if (module, name) == ("collections", "OrderedDict"):
+        return Maker(name, call=_no_hooks)
+    if module == "torch" and name in _CLASS_DTYPE:
+        return _CLASS_DTYPE[name]
+    if module == "torch.storage" and name == "UntypedStorage":
+        return None
+    if module == "torch" and name.replace("_", "").isalnum() and name.islower():
+        return name  # a dtype; the caller checks that it is one
+    raise _NotPlain
+
+
+def _storage(pid: Any) -> _Storage:
+    kind, dtype, key, _, count = pid
+    if kind != "storage":
         raise _NotPlain
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        kind, dtype, key, _, count = pid
-        if kind != "storage":
-            raise _NotPlain
-        return _Storage(dtype, key, count)
+    return _Storage(dtype, key, count)
 
 
 def parse_foreign(
@@ -93,15 +112,15 @@ def parse_foreign(
     tail.  No byte of the entry is trusted: what is returned lies inside of it.
     """
     try:
-        records = _directory(tail, length)
+        records = directory(tail, length)
         prefix = next(n for n in records if n.endswith(b"/data.pkl")).removesuffix(b"data.pkl")
         order = records.get(prefix + b"byteorder")
-        if order is not None and _record(head, *order) != _BYTEORDER:
+        if order is not None and record(head, *order) != _BYTEORDER:
             raise _NotPlain
-        pickled = _record(head, *records[prefix + b"data.pkl"])
-        args = _TensorUnpickler(io.BytesIO(pickled)).load()
+        pickled = record(head, *records[prefix + b"data.pkl"])
+        made, _ = load_pickle(pickled, _find, persistent=_storage)
         # v2 and v3 take more arguments for conjugate and negative views: not plain.
-        storage, start, sizes, strides, _, hooks, *named = args
+        storage, start, sizes, strides, _, hooks, *named = made.args
         if hooks or len(named) != (storage.dtype is None):
             raise _NotPlain
         dtype = storage.dtype or named[0]
@@ -118,13 +137,14 @@ def parse_foreign(
             raise _NotPlain
         return ForeignTensor(dtype, tuple(sizes), begin, nbytes)
     except (
-        _NotPlain, AttributeError, EOFError, IndexError, KeyError, StopIteration, TypeError,
-        UnicodeError, ValueError, pickle.UnpicklingError, struct.error,
+        _NotPlain, AttributeError, IndexError, KeyError, StopIteration, TypeError, ValueError,
+        struct.error,
     ):  # fmt: skip
         return None
 
 
-def _record(head: bytes, offset: int, size: int) -> bytes:
+def record(head: bytes, offset: int, size: int) -> bytes:
+    """The bytes of a record whose local header is at `offset`; ValueError if there is none."""
     if head[offset : offset + 4] != LOCAL:
         raise ValueError
     name_size, extra_size = struct.unpack_from("<HH", head, offset + 26)
@@ -134,8 +154,11 @@ def _record(head: bytes, offset: int, size: int) -> bytes:
     return head[begin : begin + size]
 
 
-def _directory(tail: bytes, length: int) -> dict[bytes, tuple[int, int]]:
-    """Record name -> (offset of its local header, size), from the zip's directory."""
+def directory(tail: bytes, length: int) -> dict[bytes, tuple[int, int]]:
+    """Record name -> (offset of its local header, size), from the zip's directory.
+
+    Those that are not compressed; ValueError or ``struct.error`` if `tail` has no directory.
+    """
     end = tail.rfind(END)
     if end < 0:
         raise ValueError

@@ -28,8 +28,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_fsdp_osd.compat import reduce_properties
@@ -115,8 +121,10 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
 
 
-def entry_info(info: object, what: str) -> EntryInfo:
+def entry_info(info: object, what: str, names: set[str]) -> EntryInfo:
     """The value in ``Metadata.storage_data`` as an :class:`EntryInfo`; nothing of it is trusted.
+
+    `names` are those of files that were checked before; it is added to.
 
     Raises:
         UnsafeCheckpointError: the file lies outside of the checkpoint.
@@ -128,7 +136,9 @@ def entry_info(info: object, what: str) -> EntryInfo:
             f"{type(info).__name__}. Checkpoints of other storage writers are not read."
         )
     fields = vars(info)
-    name = check_name(fields.get("relative_path"))
+    name = fields.get("relative_path")
+    if type(name) is not str or name not in names:
+        names.add(name := check_name(name))
     offset, length = fields.get("offset"), fields.get("length")
     if fields.get("transform_descriptors"):
         raise CorruptCheckpointError(
@@ -178,10 +188,30 @@ def fill_metadata(metadata: Metadata, results: Iterable[Iterable[WriteResult]]) 
             "make them do where not all ranks have the package crc32c; install it on all of them"
         )
     metadata.storage_data = entries
+    _share_sizes(metadata)
     checksum = next(iter(used), None)
     ours = {"format": 1, "byteorder": sys.byteorder, "checksum": checksum, "files": files}
     setattr(metadata, _ATTRIBUTE, ours)
     return files
+
+
+def _share_sizes(metadata: Metadata) -> None:
+    """One object for all equal offsets and sizes: a third less to write, and to read."""
+    known: dict[torch.Size, torch.Size] = {}
+    for stored in metadata.state_dict_metadata.values():
+        if isinstance(stored, TensorStorageMetadata):
+            stored.size = known.setdefault(stored.size, stored.size)
+            for chunk in stored.chunks:
+                _share(chunk, "offsets", known)
+                _share(chunk, "sizes", known)
+    for index in metadata.storage_data:
+        _share(index, "offset", known)
+
+
+def _share(holder: object, name: str, known: dict[torch.Size, torch.Size]) -> None:
+    value = getattr(holder, name)
+    if type(value) is torch.Size and (shared := known.setdefault(value, value)) is not value:
+        object.__setattr__(holder, name, shared)  # equal; it may be of a frozen class
 
 
 def checksum_name(metadata: Metadata) -> str | None:

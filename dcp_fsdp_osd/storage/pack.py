@@ -259,7 +259,12 @@ def _pack_bytes(
     view = data.getbuffer()
     crc = checksum.extend(0, view) if checksum else None
     begin = packer.position
-    yield from packer.add(view, data)
+    if len(view) <= _JOIN:
+        packer.join(bytes(view))
+        if packer.joined >= _JOINED:
+            yield from packer.flush()
+    else:
+        yield from packer.add(view, data)
     return EntryInfo(packer.name, begin, len(view), kind, crc)
 
 

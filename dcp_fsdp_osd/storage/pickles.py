@@ -63,7 +63,7 @@ def is_flat(value: object, hashable: frozenset[type] = SCALARS) -> bool:
     return (
         isinstance(value, tuple | list)
         and len(value) <= MAX_FLAT
-        and all(type(each) in hashable for each in value)
+        and hashable.issuperset(map(type, value))
     )
 
 

@@ -10,18 +10,23 @@ from __future__ import annotations
 import io
 import math
 import re
+import struct
 import zipfile
 from typing import Any
 
 import torch
 
 from dcp_fsdp_osd.errors import UnsafeCheckpointError
+from dcp_fsdp_osd.storage.entry import END, LOCAL
+from dcp_fsdp_osd.storage.foreign import directory, record
 from dcp_fsdp_osd.storage.pickles import SCALARS, Maker, PickleError, load_pickle
 
-__all__ = ["numpy_object", "refused_names"]
+__all__ = ["names_nothing", "numpy_object", "refused_names"]
 
 _DTYPE = re.compile(r"b1|[iu][1248]|f[248]|c8|c16|[SU]\d{1,4}")
 _ARRAYS = ("numpy.core.multiarray", "numpy._core.multiarray")  # before and since NumPy 2
+_DESCRIPTOR = b"PK\x07\x08"
+_LOOKED_AT = 1 << 16  # bytes; larger objects are worth torch's own look
 _GLOBAL = re.compile(rb"c[\w.]+\n[\w.]+\n|\x93")
 
 
@@ -30,16 +35,51 @@ def refused_names(data: io.BytesIO) -> list[str]:
 
     Cheap for the many objects that name no class at all.
     """
-    view = data.getbuffer()
-    if _GLOBAL.search(view) is None:
-        return []
-    del view
     copy = data.getvalue()
+    if _GLOBAL.search(copy, 0, _end_of_pickle(copy)) is None:
+        return []
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(copy))
     except Exception:  # not of torch.save: it is no pickle of ours to judge
         return []
     return names if names and numpy_object(copy) is None else []
+
+
+def _end_of_pickle(data: bytes) -> int:
+    """Where the first record of a zip ends: ``torch.save`` has the pickle in it."""
+    if data[:4] == LOCAL:
+        begin = 30 + sum(struct.unpack_from("<HH", data, 26))
+        end = data.find(_DESCRIPTOR, begin)
+        while end >= 0:
+            if data[end + 8 : end + 12] == struct.pack("<I", end - begin):
+                return end
+            end = data.find(_DESCRIPTOR, end + 1)
+    return len(data)
+
+
+def names_nothing(data: bytes | bytearray) -> bool:
+    """Whether they are ``torch.save`` of plain values alone: to unpickle them calls nothing.
+
+    False where that cannot be seen at once.  What is looked at is what ``torch.load`` reads: a zip
+    as ``torch.save`` writes it and nothing else, where no two readers find different records.
+    """
+    try:
+        if data[-22:-18] != END or len(data) > _LOOKED_AT:
+            return False
+        records = directory(bytes(data), len(data))
+        folder = next(iter(records)).partition(b"/")[0] + b"/"
+        names = {name.lower() for name in records if name.startswith(folder)}
+        if len(names) != len(records) or data[-12] | data[-11] << 8 != len(records):
+            return False
+        pickled = record(bytes(data), *records[folder + b"data.pkl"])
+        load_pickle(pickled, _refuse)
+    except (KeyError, PickleError, StopIteration, UnsafeCheckpointError, ValueError, struct.error):
+        return False
+    return True
+
+
+def _refuse(module: str, name: str) -> Any:
+    raise UnsafeCheckpointError(f"{module}.{name}")
 
 
 def numpy_object(data: bytes | bytearray) -> bytes | None:

@@ -5,33 +5,30 @@ Everything here is bookkeeping on the caller's thread; IO is in ``reader.py``.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError, UnsafeCheckpointError
+from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
 from dcp_fsdp_osd.layout.geometry import Box, box_view, boxes_of_interval, narrowed_view
 from dcp_fsdp_osd.storage.checksum import Checksum
 from dcp_fsdp_osd.storage.entry import block_size, table_bytes, unpack_table
-from dcp_fsdp_osd.storage.foreign import ForeignTensor, parse_foreign
+from dcp_fsdp_osd.storage.foreign import parse_foreign
 from dcp_fsdp_osd.storage.memory import DTYPES, copy_flat_range, is_plain, view_bytes
 from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo, entry_info
-from dcp_fsdp_osd.storage.plain_objects import numpy_object
 from dcp_fsdp_osd.storage.ranges import FileRange, Span, box_spans, file_ranges
 
 __all__ = [
     "GRAIN",
+    "ITEMSIZES",
     "Entry",
     "Index",
     "Item",
     "TensorEntry",
-    "WholeEntry",
     "foreign_entry",
     "tensor_entry",
 ]
@@ -50,6 +47,7 @@ class Index:
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
         self._shapes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+        self._names: set[str] = set()
 
     def entry(self, index: MetadataIndex) -> EntryInfo:
         """Where the entry of `index` lies."""
@@ -59,7 +57,7 @@ class Index:
                 f"{index.fqn} at offset {index.offset}: the plan reads an entry that the "
                 "checkpoint's metadata does not have"
             )
-        return entry_info(info, index.fqn)
+        return entry_info(info, index.fqn, self._names)
 
     def sizes(self, index: MetadataIndex) -> tuple[int, ...]:
         """The shape of the box that the entry of `index` holds."""
@@ -161,6 +159,17 @@ class Item:
             first = span.dest // flat.element_size()
             copy_flat_range(self.tensor, first, flat, into_tensor=True)
 
+    def fill(self, data: memoryview) -> None:
+        """Take the whole payload of an entry, and copy what lies in the item's box."""
+        assert self.tensor is not None and isinstance(self.entry, TensorEntry)
+        if self.view is not None and self.wanted == len(data):
+            self.view[:] = data
+        elif self.wanted:
+            flat = torch.frombuffer(data, dtype=DTYPES[self.entry.dtype])
+            read = self.read
+            box = narrowed_view(flat.view(self.entry.sizes), read.storage_offsets, read.lengths)
+            (self.tensor if self.staged is None else self.staged).copy_(box)
+
     def _scatter(self, first: int, flat: torch.Tensor) -> None:
         """Copy what lies in the item's box, of the entry's elements from `first` on.
 
@@ -229,6 +238,7 @@ class Entry:
 class TensorEntry(Entry):
     """An entry whose payload is addressed directly.
 
+    `items` are those of an entry that is read whole, with its neighbours (see ``whole.py``).
     `origin` is the payload's offset in the file; `crcs` what was computed of header (-1) and blocks
     and not compared yet; `table` what to compare it with, once the trailer is read; `landed` items
     that are complete, and not compared yet.  Ours are verified, stock's have nothing to verify.
@@ -242,6 +252,7 @@ class TensorEntry(Entry):
     crcs: dict[int, int] = field(default_factory=dict)
     table: tuple[int, ...] = ()
     landed: list[Item] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
 
     def plan(self, items: dict[int, Item], limit: int) -> tuple[list[FileRange], list[FileRange]]:
         """What to read for `items`, which come by the caller's numbers for them; and what of it to
@@ -254,8 +265,7 @@ class TensorEntry(Entry):
         spans: list[Span] = []
         for number, item in items.items():
             read = item.read
-            _check_box(self, read)
-            item.wanted = math.prod(read.lengths) * itemsize
+            self.want(item)
             spans += box_spans(
                 self.sizes,
                 read.storage_offsets,
@@ -283,19 +293,43 @@ class TensorEntry(Entry):
             (first if early else found).append(trailer)
         return found, first
 
+    def want(self, item: Item) -> None:
+        """Check an item's box, and count its bytes."""
+        _check_box(self, item.read)
+        item.wanted = math.prod(item.read.lengths) * ITEMSIZES[self.dtype]
+
+    def take_whole(self, data: memoryview, checksum: Checksum | None) -> memoryview:
+        """Check the bytes of all of the entry, whose payload has one block at most; the payload.
+
+        Raises:
+            CorruptCheckpointError: they were altered.
+        """
+        begin, end = self.info.payload, self.info.payload + self.nbytes
+        payload = data[begin:end]
+        if self.block and checksum is not None:
+            self._take_trailer(bytes(data[end:]), checksum)
+            self.crcs[-1] = checksum.raw(data[:begin], 0)
+            if self.nbytes:
+                self.crcs[0] = checksum.raw(payload, 0)
+            self.check()
+        return payload
+
     def take_around(self, file_range: FileRange, data: bytes, checksum: Checksum) -> None:
         """Take the header or the trailer.
 
         Raises:
             CorruptCheckpointError: the trailer was altered.
         """
-        crc = checksum.extend(0, data)
         if file_range.start == self.info.offset:
-            self.crcs[-1] = crc
-        elif crc != self.info.crc:
-            raise self._mismatch("trailer", self.info.crc or 0, crc)
+            self.crcs[-1] = checksum.raw(data, 0)
         else:
-            self.table = unpack_table(data, self.nbytes)
+            self._take_trailer(data, checksum)
+
+    def _take_trailer(self, data: bytes, checksum: Checksum) -> None:
+        crc = checksum.raw(data, 0)
+        if crc != self.info.crc:
+            raise self._mismatch("trailer", self.info.crc or 0, crc)
+        self.table = unpack_table(data, self.nbytes)
 
     def check(self) -> list[Item]:
         """Compare what was computed with the table; the items that landed since the last time.
@@ -339,124 +373,6 @@ def _check_box(entry: TensorEntry, read: ReadItem) -> None:
             f"{entry.where()}: the plan reads offsets {offsets} lengths {lengths} of an entry of "
             f"shape {sizes}"
         )
-
-
-@dataclass
-class WholeEntry(Entry):
-    """An entry that is read whole into `data`: byte items, ``torch.save`` objects, small foreign
-    tensors.
-    """
-
-    items: list[Item] = field(default_factory=list)
-    data: bytearray | None = None
-    shapes: Index | None = None  # of the metadata, which a plain tensor has to agree with
-
-    def plan(self) -> list[FileRange]:
-        """What to read: all of it."""
-        size = self.info.length
-        return file_ranges(
-            [Span(0, size, -1, 0)],
-            entry=self.number,
-            origin=self.info.offset,
-            nbytes=size,
-            block=0,
-            grain=GRAIN,
-        )
-
-    def check(self, checksum: Checksum) -> None:
-        """Compare the checksum of all bytes, if the writer left one.
-
-        Raises:
-            CorruptCheckpointError: they differ.
-        """
-        assert self.data is not None
-        if self.info.crc is None:
-            return
-        found = checksum.extend(0, memoryview(self.data))
-        if found != self.info.crc:
-            raise CorruptCheckpointError(
-                f"{self.where()}: checksum mismatch: expected {self.info.crc:08x}, found "
-                f"{found:08x}. The file was altered after it was written; load another checkpoint."
-            )
-
-    def deliver_bytes(self, planner: LoadPlanner, *, allow_pickle: bool) -> None:
-        """Hand the bytes to the planner, which will unpickle them, after a look at them."""
-        assert self.data is not None
-        data: bytes | bytearray = self.data
-        if not allow_pickle:
-            try:
-                self._load(allow_pickle=False)
-            except UnsafeCheckpointError:
-                made = numpy_object(self.data)
-                if made is None:
-                    raise
-                data = made
-        for item in self.items:
-            planner.load_bytes(item.read, io.BytesIO(data))
-
-    def deliver_tensor(self, planner: LoadPlanner, *, allow_pickle: bool) -> None:
-        """Copy the boxes that the items want out of the tensor that the bytes hold."""
-        assert self.data is not None
-        tensor = self._tensor(allow_pickle=allow_pickle)
-        if self.shapes is not None and is_plain(tensor):
-            at = self.items[0].read.storage_index
-            self.shapes.check(at, tensor.shape, tensor.dtype, self.info)
-        for item in self.items:
-            read = item.read
-            box = narrowed_view(tensor, read.storage_offsets, read.lengths)
-            target = planner.resolve_tensor(read).detach()
-            if tuple(target.shape) != tuple(box.shape):
-                raise StorageError(
-                    f"{self.where()}: the planner resolved shape {tuple(target.shape)}, its plan "
-                    f"reads {tuple(box.shape)}"
-                )
-            target.copy_(box)
-            planner.commit_tensor(read, target)
-
-    def _tensor(self, *, allow_pickle: bool) -> torch.Tensor:
-        assert self.data is not None
-        raw = bytes(memoryview(self.data)[: 1 << 16]) if len(self.data) <= 1 << 16 else b""
-        plain = parse_foreign(raw, raw, len(raw), ITEMSIZES) if raw else None
-        if plain is not None:
-            return _payload(self.data, plain)
-        tensor = self._load(allow_pickle=allow_pickle)
-        if not isinstance(tensor, torch.Tensor):
-            raise CorruptCheckpointError(
-                f"{self.where()}: expected a tensor, found {type(tensor).__name__}"
-            )
-        return tensor
-
-    def _load(self, *, allow_pickle: bool) -> Any:
-        assert self.data is not None
-        try:
-            return torch.load(
-                io.BytesIO(self.data), map_location="cpu", weights_only=not allow_pickle
-            )
-        except Exception as error:
-            if allow_pickle:
-                raise CorruptCheckpointError(f"{self.where()}: torch.load: {error}") from error
-            raise UnsafeCheckpointError(
-                f"{self.where()}: unpickling it could run code: it wants "
-                f"{_unsafe_names(self.data, error)}. Pass allow_pickle=True only if you trust "
-                "where the checkpoint comes from, or allow the classes with "
-                "torch.serialization.add_safe_globals."
-            ) from None
-
-
-def _unsafe_names(data: bytearray, error: Exception) -> str:
-    """What a pickle names that ``torch.load(weights_only=True)`` does not allow."""
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-    except Exception:
-        names = []
-    return ", ".join(names) or f"what torch.load refuses ({' '.join(str(error).split())[-300:]})"
-
-
-def _payload(data: bytearray, plain: ForeignTensor) -> torch.Tensor:
-    if plain.nbytes == 0:
-        return torch.empty(plain.sizes, dtype=DTYPES[plain.dtype], device="cpu")
-    payload = bytearray(memoryview(data)[plain.payload : plain.payload + plain.nbytes])
-    return torch.frombuffer(payload, dtype=DTYPES[plain.dtype]).view(plain.sizes)
 
 
 def tensor_entry(

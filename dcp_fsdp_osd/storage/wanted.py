@@ -15,14 +15,13 @@ from dcp_fsdp_osd.storage.unpack import (
     Index,
     Item,
     TensorEntry,
-    WholeEntry,
     foreign_entry,
     tensor_entry,
 )
+from dcp_fsdp_osd.storage.whole import SMALL, SmallEntries, WholeEntry, neighbours
 
 __all__ = ["Group", "Wanted"]
 
-_WHOLE = 1 << 14  # foreign entries up to this are read whole rather than parsed first
 _CHECK_SIZE = 64 << 20  # what is held whole is checked against the file's size above this
 
 Group = tuple[EntryInfo, list[ReadItem]]
@@ -73,6 +72,7 @@ class Wanted:
         self.items: list[Item] = []
         self.first: _Ranges = []
         self.rest: _Ranges = []
+        self._small: list[TensorEntry | WholeEntry] = []
         by_index: dict[object, list[ReadItem]] = {}
         for read in reads:
             by_index.setdefault(read.storage_index, []).append(read)
@@ -83,8 +83,12 @@ class Wanted:
             if group[0].type == LoadItemType.BYTE_IO:
                 self._whole(info, group)
             elif info.kind == KIND_TENSOR:
-                self._tensor(tensor_entry(len(self.entries), info, at, index, verify=verify), group)
-            elif info.kind is not None or info.length <= _WHOLE:
+                entry = tensor_entry(len(self.entries), info, at, index, verify=verify)
+                if info.length <= SMALL:
+                    self._small_tensor(entry, group)
+                else:
+                    self._tensor(entry, group)
+            elif info.kind is not None or info.length <= SMALL:
                 self._whole(info, group)
             else:
                 foreign.append((info, group))
@@ -95,16 +99,48 @@ class Wanted:
                 self._whole(info, group)
             else:
                 self._tensor(parsed, group)
+        self._gather()
 
     def _whole(self, info: EntryInfo, group: list[ReadItem]) -> None:
         entry = WholeEntry(len(self.entries), info, group[0].storage_index.fqn)
         entry.items = [Item(read, entry) for read in group]
         if info.kind is None and group[0].type != LoadItemType.BYTE_IO:
             entry.shapes = self._index
+        if info.length <= SMALL:
+            self._small.append(entry)
+            return
         self.entries.append(entry)
         self._stats.add(needed=info.length)
         self._check_size(entry)
         self.rest += [(info.name, file_range) for file_range in entry.plan()]
+
+    def _small_tensor(self, entry: TensorEntry, group: list[ReadItem]) -> None:
+        items = [Item(read, entry) for read in group]
+        for item in items:
+            entry.want(item)
+            if item.wanted == 0:
+                item.resolve(self._planner, entry.dtype)
+                item.commit(self._planner)
+        entry.items = [item for item in items if item.wanted]
+        if entry.items:
+            self._small.append(entry)
+
+    def _gather(self) -> None:
+        """Small entries that lie side by side are one entry from here on."""
+        needed = 0
+        for members in neighbours(self._small, self._limit):
+            first, last = members[0].info, members[-1].info
+            batch = SmallEntries(len(self.entries), first, members[0].fqn, members=members)
+            end = last.offset + last.length
+            file_range = FileRange(first.offset, end, batch.number, first.offset, ())
+            self.entries.append(batch)
+            self.rest.append((first.name, file_range))
+            for member in members:
+                if isinstance(member, WholeEntry):
+                    needed += member.info.length
+                else:
+                    needed += sum(item.wanted for item in member.items)
+        self._stats.add(needed=needed)
 
     def _tensor(self, entry: TensorEntry, group: list[ReadItem]) -> None:
         items = dict(enumerate((Item(read, entry) for read in group), len(self.items)))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dcp_fsdp_osd.storage.checksum import BlockHasher, best_checksum, checksum_named
 from dcp_fsdp_osd.storage.entry import (
     ALIGNMENT,
+    Envelopes,
     block_size,
     table_bytes,
     tensor_header,
@@ -77,6 +78,36 @@ def test_torch_load_reads_an_entry(shape: tuple[int, ...], offset: int) -> None:
         plain = parse(entry)
         assert plain is not None and plain.sizes == shape
         assert (offset + plain.payload) % ALIGNMENT == 0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([(), (0,), (3,), (2, 5), (1, 1, 4, 2), (1024,)]),
+            st.sampled_from(["float32", "int16", "float8_e4m3fn"]),
+            st.integers(0, 1 << 40),
+            st.integers(0, 255),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.sampled_from([None, "crc32", "crc32c"]),
+)
+def test_an_envelope_from_a_template_is_the_same(
+    entries: list[tuple[tuple[int, ...], str, int, int]], name: str | None
+) -> None:
+    checksum = None if name is None else checksum_named(name)
+    envelopes = Envelopes(None if checksum is None else checksum.raw)
+    for sizes, dtype, offset, value in entries:
+        payload = bytes([value]) * (torch.Size(sizes).numel() * ITEMSIZES[dtype])
+        header = tensor_header(dtype, sizes, len(payload), offset)
+        table = None
+        if checksum is not None:
+            hasher = BlockHasher(checksum, block_size(len(payload)))
+            hasher.update(memoryview(payload))
+            table = [checksum.extend(0, header), *hasher.finish()]
+        trailer = tensor_trailer(header, len(payload), table)
+        assert envelopes.around(dtype, sizes, payload, offset) == (header, trailer)
 
 
 def test_every_dtype() -> None:
