@@ -21,7 +21,8 @@ All ranks and the server share this machine's cores: at several ranks the cores 
 compare ratios, not rates.  SeaweedFS takes uploads at the disk's speed, so it is saved to at world
 size 1 alone.  s3torchconnector is measured where it is installed.
 
-``columns`` reads boxes of short runs from the local disk, in one process.
+``columns`` reads boxes of short runs from the local disk, ``small`` saves and loads many small
+entries there, both in one process.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ from benchmarks.measure import Measured, combine, median, table, write_json
 from benchmarks.s3_server import s3_server
 from benchmarks.storage_columns import columns
 from benchmarks.storage_ranks import Job, Phase, state_bytes
+from benchmarks.storage_small import small_entries
 from benchmarks.storage_variants import Place, connector_missing
 
 __all__ = ["main"]
 
+_PARTS = ("disk", "s3", "seaweed", "columns", "small")
 _RESHARDED = {2: (4,), 4: (2, 1)}
 _HEADER = ("variant", "MB/s", "x stock", "x raw", "requests", "read", "CPU s", "peak MiB")
 
@@ -136,7 +139,7 @@ def main() -> None:
     parser.add_argument("--save", type=int, nargs="*", help="world sizes of the saves alone")
     parser.add_argument("--load", type=_way, nargs="*", help="loads alone, as SAVED-LOADING")
     parser.add_argument("--latency", type=float, nargs="+", default=[0.0, 30.0], help="ms, of s3")
-    parser.add_argument("--only", nargs="+", default=["disk", "s3", "seaweed", "columns"])
+    parser.add_argument("--only", nargs="+", default=list(_PARTS))
     parser.add_argument("--folder", help="where on the local disk (default: the temporary folder)")
     parser.add_argument("--json", help="write all figures here")
     options = parser.parse_args()
@@ -159,6 +162,8 @@ def main() -> None:
     begin = time.monotonic()
     if "columns" in options.only:
         results += columns(options.folder, rounds)
+    if "small" in options.only:
+        results += small_entries(options.folder, rounds)
     with _places(options.only, options.folder, mib, options.latency) as places:
         roots = {(place.root, place.endpoint): place for place, _ in places}
         sources = {source for source, _ in loads}
