@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -48,9 +47,9 @@ def _is_wrapper(module: nn.Module, child: str) -> bool:
     return child in (_FSDP_WRAPPER, COMPILE_WRAPPER, _CHECKPOINT_WRAPPER)
 
 
-def fqns_of(info: Any, names: dict[nn.Module, list[str]]) -> list[str]:
-    """All names of the parameter of a ``ParamInfo`` (name, module, ...)."""
-    name, module = info[0], info[1]
+def fqns_of(place: tuple[nn.Module, str], names: dict[nn.Module, list[str]]) -> list[str]:
+    """All names of the parameter at ``place`` (a module, and an attribute's name)."""
+    module, name = place
     if module not in names:
         raise LayoutError(
             f"expected the module that holds parameter {name!r} ({type(module).__name__}) in the "

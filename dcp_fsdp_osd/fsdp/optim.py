@@ -1,12 +1,7 @@
-"""From a live (model, optimizer) to a :class:`~dcp_fsdp_osd.layout.flat.FlatLayout`.
+"""From a current (model, optimizer) to a :class:`~dcp_fsdp_osd.layout.flat.FlatLayout`.
 
-The one module that touches private attributes of FSDP1 (``FullyShardedDataParallel``), beside
-:mod:`~dcp_fsdp_osd.fsdp.weights`, which has the weights' memory under the same rules.  It reads
-attributes only: nothing is unsharded, gathered, initialized lazily or changed, and no collective
-runs.  An attribute that is not there raises
-:class:`~dcp_fsdp_osd.errors.UnsupportedTorchError`, naming the attribute and the torch version.
-
-Read against torch 2.6 to 2.15 (``torch/distributed/fsdp/_flat_param.py``).
+What FSDP1 keeps of its units comes from :mod:`~dcp_fsdp_osd.fsdp.units`; all else here is built
+from that. No collective runs.
 """
 
 from __future__ import annotations
@@ -24,14 +19,15 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from dcp_fsdp_osd.compat import private, root_mesh
+from dcp_fsdp_osd.compat import root_mesh
 from dcp_fsdp_osd.errors import LayoutError
 from dcp_fsdp_osd.fsdp.names import fqns_of, join_name, module_names
+from dcp_fsdp_osd.fsdp.units import UnitParam, UnitView, fsdp_units, is_fsdp_managed, private_of
 from dcp_fsdp_osd.layout.flat import FlatLayout, ParamKind, ParamLayout, Segment
 from dcp_fsdp_osd.layout.geometry import Box, dim_order
 from dcp_fsdp_osd.layout.placements import dtensor_problem, local_box, placement_text, wrong_rows
@@ -42,12 +38,9 @@ __all__ = [
     "check_unwrapped",
     "describe_target",
     "in_two_dimensions",
-    "private_of",
     "segment_of",
     "unmet_params",
 ]
-
-_Known = dict[int, tuple["ParamLayout", torch.device, "dict[str, ShardGroup | None]"]]
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,7 @@ class ShardGroup:
 
 @dataclass(frozen=True)
 class Target:
-    """A live optimizer's layout, and what is needed to allocate its state.
+    """A current optimizer's layout, and what is needed to allocate its state.
 
     Attributes:
         layout: holds no tensor.
@@ -145,24 +138,60 @@ def describe_target(model: nn.Module, optim: torch.optim.Optimizer) -> Target:
         UnsupportedTorchError: this torch keeps FSDP's layout elsewhere.
     """
     names = module_names(model)
-    known: _Known = {}
-    aliases: dict[str, str] = {}
-    for module in names:
-        if isinstance(module, FullyShardedDataParallel):
-            _describe_unit(module, names, known, aliases)
+    known = _describe_params(model, names)
+    params, groups = _optim_params(optim, known.of)
+    described = [known.of[id(param)] for param in params]
+    layouts = tuple(each.layout for each in described)
+    own = {fqn for layout in layouts for fqn in layout.fqns}
+    aliases = {alias: fqn for alias, fqn in known.aliases.items() if fqn in own and alias != fqn}
+    flat_names = _flat_names(names, {id(param): number for number, param in enumerate(params)})
+    shards = {fqn: over for each in described for fqn, over in each.shards.items()}
+    return Target(
+        FlatLayout(layouts, aliases, groups, flat_names),
+        tuple(params),
+        tuple(each.device for each in described),
+        shards,
+    )
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A parameter's layout, where its state belongs, and the groups that shard its FQNs."""
+
+    layout: ParamLayout
+    device: torch.device
+    shards: dict[str, ShardGroup] = field(default_factory=dict)
+
+
+@dataclass
+class _Known:
+    """What is known of a model's parameters: by ``id``, and other names of those that are tied."""
+
+    of: dict[int, _Described] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+def _describe_params(model: nn.Module, names: dict[nn.Module, list[str]]) -> _Known:
+    known = _Known()
+    for unit in fsdp_units(names):
+        _describe_unit(unit, names, known)
     unmet = unmet_params(model)
     for module, prefixes in names.items():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(param) in unmet or not getattr(param, "_is_flat_param", False):
+            if id(param) in unmet or not isinstance(param, FlatParameter):
                 fqns = [join_name(p, name) for p in prefixes]
-                _describe_plain(param, fqns, known, aliases, unmet.get(id(param), ""))
+                _describe_plain(param, fqns, known, unmet.get(id(param), ""))
+    return known
+
+
+def _optim_params(
+    optim: torch.optim.Optimizer, known: Mapping[int, object]
+) -> tuple[list[torch.Tensor], tuple[tuple[int, ...], ...]]:
+    """The optimizer's parameters, and the numbers of those in each group."""
     params: list[torch.Tensor] = []
-    devices: list[torch.device] = []
-    shards: dict[str, ShardGroup] = {}
-    layouts: list[ParamLayout] = []
     groups: list[tuple[int, ...]] = []
     for number, group in enumerate(optim.param_groups):
-        ids = []
+        first = len(params)
         for position, param in enumerate(group["params"]):
             if id(param) not in known:
                 raise LayoutError(
@@ -171,25 +200,20 @@ def describe_target(model: nn.Module, optim: torch.optim.Optimizer) -> Target:
                     f"With use_orig_params=False the optimizer must be made after the model is "
                     f"wrapped, from model.parameters()"
                 )
-            described, device, shard = known[id(param)]
-            ids.append(len(params))
             params.append(param)
-            layouts.append(described)
-            devices.append(device)
-            shards.update((fqn, over) for fqn, over in shard.items() if over is not None)
-        groups.append(tuple(ids))
-    own = {fqn for described in layouts for fqn in described.fqns}
-    aliases = {alias: fqn for alias, fqn in aliases.items() if fqn in own and alias != fqn}
-    number_of = {id(param): number for number, param in enumerate(params)}
-    flat_names = {
+        groups.append(tuple(range(first, len(params))))
+    return params, tuple(groups)
+
+
+def _flat_names(names: dict[nn.Module, list[str]], number_of: Mapping[int, int]) -> dict[str, int]:
+    """Names of flat parameters in the wrapped model -> the optimizer's numbers for them."""
+    return {
         join_name(prefix, name): number_of[id(param)]
         for module, prefixes in names.items()
         for name, param in module.named_parameters(recurse=False)
         for prefix in prefixes
-        if getattr(param, "_is_flat_param", False) and id(param) in number_of
+        if isinstance(param, FlatParameter) and id(param) in number_of
     }
-    layout = FlatLayout(tuple(layouts), aliases, tuple(groups), flat_names)
-    return Target(layout, tuple(params), tuple(devices), shards)
 
 
 def check_unwrapped(layout: FlatLayout, params: Sequence[torch.Tensor | None]) -> None:
@@ -208,18 +232,12 @@ def check_unwrapped(layout: FlatLayout, params: Sequence[torch.Tensor | None]) -
                 )
 
 
-def _describe_plain(
-    param: torch.Tensor,
-    fqns: list[str],
-    known: _Known,
-    aliases: dict[str, str],
-    problem: str,
-) -> None:
+def _describe_plain(param: torch.Tensor, fqns: list[str], known: _Known, problem: str) -> None:
     """A parameter that FSDP1 does not manage (or has a ``problem``), or one more name of one."""
-    if id(param) in known:
-        layout = known[id(param)][0]
+    if id(param) in known.of:
+        layout = known.of[id(param)].layout
         if len(layout.fqns) == 1:  # the first name that was met stays; others are tied to it
-            aliases.update((fqn, layout.fqns[0]) for fqn in fqns if fqn != layout.fqns[0])
+            known.aliases.update((fqn, layout.fqns[0]) for fqn in fqns if fqn != layout.fqns[0])
         return
     shape = tuple(param.shape)
     layout = ParamLayout((fqns[0],), (shape,), ParamKind.WHOLE, problem=problem)
@@ -239,8 +257,8 @@ def _describe_plain(
             problem=problem,
             placed=placement_text(param),
         )
-    known[id(param)] = (layout, param.device, {})
-    aliases.update((fqn, fqns[0]) for fqn in fqns[1:])
+    known.of[id(param)] = _Described(layout, param.device)
+    known.aliases.update((fqn, fqns[0]) for fqn in fqns[1:])
 
 
 def unmet_params(model: nn.Module, *, replaced: bool = True) -> dict[int, str]:
@@ -253,36 +271,25 @@ def unmet_params(model: nn.Module, *, replaced: bool = True) -> dict[int, str]:
     """
     names = module_names(model)
     met: set[int] = set()
-    managed: set[tuple[int, str]] = set()
-    for module in names:
-        handle = None
-        if isinstance(module, FullyShardedDataParallel):
-            handle = private_of(module, "_handle", "FullyShardedDataParallel")
-        if handle is None:
-            continue
-        flat = private_of(handle, "flat_param", "FlatParamHandle")
-        met.add(id(flat))
-        met.update(id(p) for p in private_of(flat, "_params", "FlatParameter") or ())
-        met.update(id(p) for p in private_of(flat, "_shared_params", "FlatParameter") or ())
-        for info in private_of(flat, "_param_infos", "FlatParameter"):
-            managed.add((id(info.module), info.param_name))
-        for info in private_of(flat, "_shared_param_infos", "FlatParameter"):
-            managed.add((id(info.module), info.param_name))
+    managed: set[tuple[nn.Module, str]] = set()
+    for unit in fsdp_units(names):
+        met.update(id(param) for param in (unit.flat, *unit.tied_params))
+        met.update(id(each.param) for each in unit.params if each.param is not None)
+        managed.update(each.place for each in unit.params)
+        managed.update(other for other, _ in unit.tied)
     found: dict[int, str] = {}
     for module, (prefix, *_) in names.items():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(param) in met:
                 continue
             fqn = join_name(prefix, name)
-            if replaced and (id(module), name) in managed:
+            if replaced and (module, name) in managed:
                 found[id(param)] = (
                     f"{fqn}: expected the parameter that FSDP flattened, found that another was "
                     f"put in its place after FSDP wrapped the model; change it in place "
                     f"(param.copy_), or run a forward pass before the optimizer is made"
                 )
-            elif getattr(param, "_fsdp_flattened", False) or getattr(
-                param, "_is_flat_param", False
-            ):
+            elif is_fsdp_managed(param):
                 found[id(param)] = (
                     f"{fqn}: expected the whole model, found a parameter (here of shape "
                     f"{tuple(param.shape)}) that is managed by an FSDP unit outside of the module "
@@ -292,89 +299,87 @@ def unmet_params(model: nn.Module, *, replaced: bool = True) -> dict[int, str]:
     return found
 
 
-def _describe_unit(
-    module: FullyShardedDataParallel,
-    names: dict[nn.Module, list[str]],
-    known: _Known,
-    aliases: dict[str, str],
-) -> None:
+def _describe_unit(unit: UnitView, names: dict[nn.Module, list[str]], known: _Known) -> None:
     """The parameters that one FSDP instance has flattened."""
-    handle = private_of(module, "_handle", "FullyShardedDataParallel")
-    if handle is None:  # manages no parameter itself
+    members = []
+    for param in unit.params:
+        fqn, *others = fqns_of(param.place, names)
+        known.aliases.update((other, fqn) for other in others)
+        members.append(_member(unit, param, fqn))
+    for other, primary in unit.tied:
+        fqn = fqns_of(primary, names)[0]
+        known.aliases.update((alias, fqn) for alias in fqns_of(other, names))
+    if not unit.orig_params:
+        known.of[id(unit.flat)] = _described(unit, _flat_layout(unit, members), members)
         return
-    flat = private_of(handle, "flat_param", "FlatParamHandle")
-    sharded = bool(private_of(handle, "uses_sharded_strategy", "FlatParamHandle"))
-    infos = private_of(flat, "_param_infos", "FlatParameter")
-    shards = private_of(flat, "_shard_param_infos", "FlatParameter")
-    shapes = private_of(flat, "_shapes", "FlatParameter")
-    strides = private_of(flat, "_strides", "FlatParameter")
-    extensions = private_of(flat, "_param_extensions", "FlatParameter")
-    originals = private_of(flat, "_params", "FlatParameter")
-    numel = private_of(flat, "_sharded_size", "FlatParameter").numel()
-    local = getattr(flat, "_local_shard", None)  # set at the first forward
-    device = local.device if local is not None else flat.device
-    group = private_of(module, "process_group", "FullyShardedDataParallel")
-    mesh = private_of(module, "_device_mesh", "FullyShardedDataParallel")
-    shard_group = min(dist.get_process_group_ranks(group))
-    fqns: list[str] = []
-    segments: list[Segment] = []
-    groups: list[ShardGroup | None] = []
-    problems: list[str] = []
-    for info, shard, shape, stride, extension in zip(
-        infos, shards, shapes, strides, extensions, strict=True
-    ):
-        fqn, *others = fqns_of(info, names)
-        aliases.update((other, fqn) for other in others)
-        fqns.append(fqn)
-        segment = segment_of(fqn, tuple(shape), tuple(stride), shard)
-        problems.append("")
-        if extension is not None:
-            try:
-                segment = in_two_dimensions(segment, extension)
-            except LayoutError as error:  # of this rank alone, maybe
-                problems[-1] = str(error)
-            if not sharded and originals is not None:
-                raise LayoutError(
-                    f"{fqn}: expected FSDP over tensor parallelism to shard over several ranks, or "
-                    f"to have use_orig_params=False, found an unsharded FSDP unit with "
-                    f"use_orig_params=True, which torch itself cannot train"
-                )
-        segments.append(segment)
-        groups.append(_shard_group(module, group, mesh, extension) if sharded else None)
-    for info in private_of(flat, "_shared_param_infos", "FlatParameter"):
-        primary = fqns_of((info.prim_param_name, info.prim_module), names)[0]
-        aliases.update((other, primary) for other in fqns_of((info.param_name, info.module), names))
-    whole_shapes = tuple(s.shape for s in segments)
-    if originals is None:  # use_orig_params=False
-        cut = sharded or any(segment.within is not None for segment in segments)
-        layout = ParamLayout(
-            tuple(fqns),
-            whole_shapes,
-            ParamKind.FLAT,
-            tuple(segments),
-            numel,
-            cut,
-            shard_group=shard_group,
-            problem="\n".join(filter(None, problems)),
+    for param, member in zip(unit.params, members, strict=True):
+        known.of[id(param.param)] = _described(unit, _orig_layout(unit, member), [member])
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One parameter of a unit: what this rank holds of it, over whom it is sharded (None if it is
+    not), and what is wrong with it, if anything is."""
+
+    segment: Segment
+    over: ShardGroup | None
+    problem: str = ""
+
+
+def _member(unit: UnitView, param: UnitParam, fqn: str) -> _Member:
+    segment = segment_of(fqn, param)
+    over = _shard_group(unit, param.extension) if unit.sharded else None
+    if param.extension is None:
+        return _Member(segment, over)
+    problem = ""
+    try:
+        segment = in_two_dimensions(segment, param.extension)
+    except LayoutError as error:  # of this rank alone, maybe
+        problem = str(error)
+    if unit.orig_params and not unit.sharded:
+        raise LayoutError(
+            f"{fqn}: expected FSDP over tensor parallelism to shard over several ranks, or "
+            f"to have use_orig_params=False, found an unsharded FSDP unit with "
+            f"use_orig_params=True, which torch itself cannot train"
         )
-        known[id(flat)] = (layout, device, dict(zip(fqns, groups, strict=True)))
-        return
-    for param, segment, over, problem in zip(originals, segments, groups, problems, strict=True):
-        if sharded:
-            own = dataclasses.replace(segment, offset=0)
-            layout = ParamLayout(
-                (own.fqn,),
-                (own.shape,),
-                ParamKind.FLAT,
-                (own,),
-                own.numel,
-                True,
-                shard_group=shard_group,
-                problem=problem,
-            )
-        else:
-            layout = ParamLayout((segment.fqn,), (segment.shape,), ParamKind.WHOLE)
-        known[id(param)] = (layout, device, {segment.fqn: over})
+    return _Member(segment, over, problem)
+
+
+def _flat_layout(unit: UnitView, members: Sequence[_Member]) -> ParamLayout:
+    """Of a flat parameter that stands for all of a unit's."""
+    segments = tuple(member.segment for member in members)
+    return ParamLayout(
+        fqns=tuple(segment.fqn for segment in segments),
+        shapes=tuple(segment.shape for segment in segments),
+        kind=ParamKind.FLAT,
+        segments=segments,
+        numel=unit.numel,
+        sharded=unit.sharded or any(segment.within is not None for segment in segments),
+        shard_group=unit.shard_group,
+        problem="\n".join(member.problem for member in members if member.problem),
+    )
+
+
+def _orig_layout(unit: UnitView, member: _Member) -> ParamLayout:
+    """Of a parameter on its own, with ``use_orig_params``: its local tensor is its segment."""
+    own = dataclasses.replace(member.segment, offset=0)
+    if not unit.sharded:
+        return ParamLayout((own.fqn,), (own.shape,), ParamKind.WHOLE)
+    return ParamLayout(
+        fqns=(own.fqn,),
+        shapes=(own.shape,),
+        kind=ParamKind.FLAT,
+        segments=(own,),
+        numel=own.numel,
+        sharded=True,
+        shard_group=unit.shard_group,
+        problem=member.problem,
+    )
+
+
+def _described(unit: UnitView, layout: ParamLayout, members: Sequence[_Member]) -> _Described:
+    shards = {each.segment.fqn: each.over for each in members if each.over is not None}
+    return _Described(layout, unit.local.device, shards)
 
 
 def in_two_dimensions(segment: Segment, extension: Any) -> Segment:
@@ -401,40 +406,30 @@ def in_two_dimensions(segment: Segment, extension: Any) -> Segment:
     return dataclasses.replace(segment, shape=whole, within=None if part.sizes == whole else part)
 
 
-def _shard_group(
-    module: FullyShardedDataParallel, group: dist.ProcessGroup, mesh: DeviceMesh | None, spec: Any
-) -> ShardGroup:
+def _shard_group(unit: UnitView, spec: Any) -> ShardGroup:
     """How stock cuts *sharded* values of a parameter, with ``spec`` if it is a DTensor.
 
     With a mesh that is a slice of another, the values are DTensors over the whole of that
     (``torch.distributed.tensor.parallel.fsdp._chunk_dtensor``).
     """
-    if mesh is None:
-        return ShardGroup(group, None)
-    if private_of(module, "_fsdp_extension", "FullyShardedDataParallel") is None:
-        return ShardGroup(group, mesh, (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)))
-    root = root_mesh(mesh)
+    if unit.mesh is None:
+        return ShardGroup(unit.group, None)
+    if not unit.extended:
+        replicated = (Replicate() for _ in range(unit.mesh.ndim - 1))
+        return ShardGroup(unit.group, unit.mesh, (*replicated, Shard(0)))
+    root = root_mesh(unit.mesh)
     placements: list[Placement] = [Replicate() for _ in range(root.ndim)]
     if spec is None:
         placements[0] = Shard(0)
     else:
         placements[-2:] = [Shard(0), spec.placements[0]]
-    return ShardGroup(group, root, tuple(placements))
+    return ShardGroup(unit.group, root, tuple(placements))
 
 
-def segment_of(fqn: str, shape: tuple[int, ...], stride: tuple[int, ...], shard: Any) -> Segment:
+def segment_of(fqn: str, param: UnitParam) -> Segment:
+    """What this rank holds of a parameter (of the local shard, for a DTensor)."""
     try:
-        order = dim_order(shape, stride)
+        order = dim_order(param.shape, param.stride)
     except ValueError as error:
         raise LayoutError(f"{fqn}: {error}; call .contiguous() before wrapping") from error
-    if not private_of(shard, "in_shard", "_ShardParamInfo"):
-        return Segment(fqn, shape, 0, 0, 0, order)
-    start = private_of(shard, "intra_param_start_idx", "_ShardParamInfo")
-    numel = private_of(shard, "numel_in_shard", "_ShardParamInfo")
-    offset = private_of(shard, "offset_in_shard", "_ShardParamInfo")
-    return Segment(fqn, shape, start, start + numel, offset, order)
-
-
-def private_of(owner: Any, name: str, of: str) -> Any:
-    """A private attribute of FSDP, or an error that names it and the torch version."""
-    return private(owner, name, of, "from which FSDP's layout is read")
+    return Segment(fqn, param.shape, param.start, param.stop, param.offset, order)

@@ -1,24 +1,22 @@
 """FSDP1's own memory of a model's weights: this rank's piece of each parameter, without a gather.
 
-Touches private attributes of FSDP1, as :mod:`~dcp_fsdp_osd.fsdp.optim` does and under the same
-rules: an attribute that is not there raises :class:`~dcp_fsdp_osd.errors.UnsupportedTorchError`,
-and no collective runs. Nothing is changed but by :func:`drop_unsharded`.
+What FSDP1 keeps comes from :mod:`~dcp_fsdp_osd.fsdp.units`. No collective runs, and nothing is
+changed but by :func:`drop_unsharded`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dcp_fsdp_osd.errors import LayoutError
 from dcp_fsdp_osd.fsdp.names import COMPILE_WRAPPER, fqns_of, join_name, module_names
-from dcp_fsdp_osd.fsdp.optim import in_two_dimensions, private_of, segment_of
+from dcp_fsdp_osd.fsdp.optim import in_two_dimensions, segment_of
+from dcp_fsdp_osd.fsdp.units import Place, UnitView, fsdp_units, private_of
 from dcp_fsdp_osd.layout.flat import Segment
 
 __all__ = ["FlatShard", "drop_unsharded", "flat_shards", "low_precision_buffers"]
@@ -37,7 +35,7 @@ class FlatShard:
     """
 
     names: tuple[str, ...]
-    places: tuple[tuple[nn.Module, str], ...]
+    places: tuple[Place, ...]
     segment: Segment
     shard_group: int
     local: torch.Tensor
@@ -51,60 +49,42 @@ def flat_shards(model: nn.Module) -> Iterator[FlatShard]:
             are not what counts; or the memory is nothing that we can cut.
     """
     names = module_names(model)
-    for module in names:
-        if isinstance(module, FullyShardedDataParallel):
-            handle = private_of(module, "_handle", "FullyShardedDataParallel")
-            if handle is not None:
-                group = private_of(module, "process_group", "FullyShardedDataParallel")
-                shard_group = min(dist.get_process_group_ranks(group))
-                yield from _unit_shards(handle, names, shard_group)
+    for unit in fsdp_units(names):
+        _check_memory(unit, fqns_of(unit.params[0].place, names)[0])
+        yield from _unit_shards(unit, names)
 
 
-def _unit_shards(
-    handle: Any, names: dict[nn.Module, list[str]], shard_group: int
-) -> Iterator[FlatShard]:
-    flat = private_of(handle, "flat_param", "FlatParamHandle")
-    infos = private_of(flat, "_param_infos", "FlatParameter")
-    state = private_of(handle, "_training_state", "FlatParamHandle").name
-    if state != "IDLE":
+def _check_memory(unit: UnitView, fqn: str) -> None:
+    """``fqn`` names the unit's first parameter."""
+    if unit.training_state != "IDLE":
         raise LayoutError(
-            f"{fqns_of(infos[0], names)[0]}: expected FSDP's parameters to be sharded, found them "
-            f"in state {state}: save and load outside of forward, backward and summon_full_params"
+            f"{fqn}: expected FSDP's parameters to be sharded, found them in state "
+            f"{unit.training_state}: save and load outside of forward, backward and "
+            f"summon_full_params"
         )
-    local = getattr(flat, "_local_shard", None)  # set at the first forward
-    local = flat.detach() if local is None else local.detach()
-    shown = not handle.uses_sharded_strategy or handle.is_sharded(flat)
-    if shown and local.numel() and flat.data_ptr() != local.data_ptr():
+    moved = unit.local.numel() and unit.flat.data_ptr() != unit.local.data_ptr()
+    if moved and unit.shows_local:
         raise LayoutError(
-            f"{fqns_of(infos[0], names)[0]}: expected FSDP's flat parameter in the memory that "
-            f"FSDP gave it, found other memory: dtype or device were changed after the first "
-            f"forward"
+            f"{fqn}: expected FSDP's flat parameter in the memory that FSDP gave it, found other "
+            f"memory: dtype or device were changed after the first forward"
         )
-    tied: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
-    for shared in private_of(flat, "_shared_param_infos", "FlatParameter"):
-        first = (shared.prim_module, shared.prim_param_name)
-        tied.setdefault(first, []).append((shared.module, shared.param_name))
-    own = shown and not private_of(handle, "_skipped_use_sharded_views", "FlatParamHandle")
-    if not own or private_of(flat, "_params", "FlatParameter") is None:
-        own = False  # nobody else can have changed the parameters
-    for info, shard, shape, stride, extension in zip(
-        infos,
-        private_of(flat, "_shard_param_infos", "FlatParameter"),
-        private_of(flat, "_shapes", "FlatParameter"),
-        private_of(flat, "_strides", "FlatParameter"),
-        private_of(flat, "_param_extensions", "FlatParameter"),
-        strict=True,
-    ):
-        first = (info.module, info.param_name)
-        places = (first, *tied.get(first, ()))
-        fqns = tuple(fqn for module, name in places for fqn in fqns_of((name, module), names))
-        at = segment_of(fqns[0], tuple(shape), tuple(stride), shard)
-        piece = local[at.offset : at.offset + at.numel]
-        if extension is not None:
-            at = in_two_dimensions(at, extension)
-        elif own and at.numel:
-            piece = _replaced(getattr(info.module, info.param_name, None), piece, fqns[0])
-        yield FlatShard(fqns, places, replace(at, offset=0), shard_group, piece)
+
+
+def _unit_shards(unit: UnitView, names: dict[nn.Module, list[str]]) -> Iterator[FlatShard]:
+    tied: dict[Place, list[Place]] = {}
+    for other, primary in unit.tied:
+        tied.setdefault(primary, []).append(other)
+    replaceable = unit.may_be_replaced
+    for param in unit.params:
+        places = (param.place, *tied.get(param.place, ()))
+        fqns = tuple(fqn for place in places for fqn in fqns_of(place, names))
+        segment = segment_of(fqns[0], param)
+        piece = unit.local[segment.offset : segment.offset + segment.numel]
+        if param.extension is not None:
+            segment = in_two_dimensions(segment, param.extension)
+        elif replaceable and segment.numel:
+            piece = _replaced(getattr(*param.place, None), piece, fqns[0])
+        yield FlatShard(fqns, places, replace(segment, offset=0), unit.shard_group, piece)
 
 
 def _replaced(param: torch.Tensor | None, piece: torch.Tensor, fqn: str) -> torch.Tensor:
@@ -130,19 +110,9 @@ def drop_unsharded(model: nn.Module) -> None:
     The root unit keeps them after a forward that no backward followed, as do all units with
     ``SHARD_GRAD_OP``; after the local shards were written they are stale. No collective.
     """
-    for module in module_names(model):
-        if not isinstance(module, FullyShardedDataParallel):
-            continue
-        handle = private_of(module, "_handle", "FullyShardedDataParallel")
-        if handle is None or not handle.uses_sharded_strategy:
-            continue
-        if getattr(handle.flat_param, "_full_param_padded", None) is None:
-            continue  # no forward yet
-        if not handle.needs_unshard() or not handle.is_sharded(handle.flat_param):
-            handle.reshard(True)
-            handle.post_reshard()
-            private_of(handle, "_prefetched", "FlatParamHandle")
-            handle._prefetched = False
+    for unit in fsdp_units(module_names(model)):
+        if unit.gathered:
+            unit.drop_gathered()
 
 
 def low_precision_buffers(model: nn.Module) -> dict[str, torch.dtype]:
