@@ -33,7 +33,7 @@ from benchmarks.s3_server import EmbeddedS3
 from benchmarks.storage_variants import Place
 from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimSavePlanner, StreamingReader
 from dcp_fsdp_osd.compat import job_store
-from dcp_fsdp_osd.exchange.schedule import Message
+from dcp_fsdp_osd.exchange.messages import Message
 from dcp_fsdp_osd.exchange.transport import Channels
 from dcp_fsdp_osd.storage import StreamingWriter
 

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp_fsdp_osd.compat import job_store
 from dcp_fsdp_osd.errors import CheckpointMismatchError
+from dcp_fsdp_osd.exchange.messages import RankSchedule
 from dcp_fsdp_osd.exchange.regions import Participant, in_order
-from dcp_fsdp_osd.exchange.schedule import RankSchedule, plan_exchange
+from dcp_fsdp_osd.exchange.schedule import plan_exchange
 from dcp_fsdp_osd.exchange.transport import Channels
 from dcp_fsdp_osd.exchange.worker import Exchange
 from dcp_fsdp_osd.storage.location import is_local

@@ -1,8 +1,8 @@
 """Which bytes of a checkpoint several ranks want alike.  Pure: no IO, no process group.
 
-Every rank's reads are boxes of saved chunks.  Here the boxes of all ranks are cut into *atoms*: the
-largest boxes that each are wanted by one fixed set of ranks.  Atoms that are wanted by more than
-one rank can be read once and handed on; see :mod:`dcp_fsdp_osd.exchange.schedule`.
+Every rank's reads are boxes of saved chunks.  Here the boxes of all ranks are cut into *regions*:
+the largest boxes that each are wanted by one fixed set of ranks.  Regions that are wanted by more
+than one rank can be read once and broadcast; see :mod:`dcp_fsdp_osd.exchange.schedule`.
 
 Ranks with the same reads (all of a DDP job) form one *class*, so that planning costs time by
 what there is to read and not by how many ranks want it.
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -21,7 +23,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_fsdp_osd.layout.geometry import Box
 
-__all__ = ["Atom", "Part", "Participant", "find_atoms", "in_order", "narrowed"]
+__all__ = ["Classes", "Part", "Participant", "Region", "find_regions", "in_order", "narrowed"]
+
+Owner = tuple[int, int]
+"""A class, and the number of an item among its reads."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Participant:
     items: tuple[ReadItem, ...]
     dtypes: tuple[torch.dtype | None, ...]
     cuda: tuple[bool, ...]
-    digest: bytes = b""
+    digest: bytes
 
     @staticmethod
     def digest_of(
@@ -77,16 +82,16 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Atom:
+class Region:
     """A box of a saved chunk (or a saved object) that one fixed set of ranks wants.
 
     Attributes:
         where: file and offset of the chunk, by which reads are ordered.
         chunk: FQN and offsets of the saved chunk.
         box: in the chunk; None for an object.
-        itemsize: bytes of an element, of `dtype`; 0 for an object.
+        dtype: that it is read in; None for an object.
         cuda: all destinations are on CUDA devices.
-        owners: (class, item) that want it, each class once.
+        owners: who wants it, each class once, ascending.
         again: further items of these classes that want it too, for a second destination.
     """
 
@@ -95,23 +100,63 @@ class Atom:
     box: Box | None
     dtype: torch.dtype | None
     cuda: bool
-    owners: tuple[tuple[int, int], ...]
-    again: tuple[tuple[int, int], ...] = ()
+    owners: tuple[Owner, ...]
+    again: tuple[Owner, ...] = ()
 
     @property
     def itemsize(self) -> int:
+        """Bytes of an element; 0 for an object, whose size is not known yet."""
         return 0 if self.dtype is None else self.dtype.itemsize
 
     @property
+    def numel(self) -> int:
+        return 1 if self.box is None else self.box.numel
+
+    @property
     def nbytes(self) -> int:
-        return 0 if self.box is None else self.box.numel * self.itemsize
+        return self.numel * self.itemsize
+
+    @property
+    def chunk_key(self) -> tuple[object, ...]:
+        """Equal for regions that one read of a whole chunk has all of."""
+        return self.chunk, self.dtype
+
+    def item_of(self, number: int) -> int:
+        """The item by which class ``number`` wants it."""
+        return self.owners[bisect_left(self.owners, (number, -1))][1]
 
 
-@dataclass
-class _Chunk:
-    """What all classes want of one saved chunk: box -> (class, item) of each who wants it."""
+class Classes:
+    """Ranks with the same reads, as one.
 
-    boxes: dict[Box | None, list[tuple[int, int]]] = field(default_factory=dict)
+    Attributes:
+        participants: all ranks.
+        members: numbers of the participants in each class, ascending.
+        first: one participant of each class.
+        class_of: the class of each participant, by number.
+    """
+
+    def __init__(self, participants: Sequence[Participant]) -> None:
+        self.participants = participants
+        of_digest: dict[bytes, list[int]] = {}
+        for n, participant in enumerate(participants):
+            of_digest.setdefault(participant.digest, []).append(n)
+        self.members = list(of_digest.values())
+        self.first = [participants[those[0]] for those in self.members]
+        self.class_of = {n: number for number, those in enumerate(self.members) for n in those}
+        self._wanting: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def wanting(self, region: Region) -> tuple[int, ...]:
+        """The participants that want a region, ascending: one value for all with the same."""
+        numbers = tuple(number for number, _ in region.owners)
+        if numbers not in self._wanting:
+            those = sorted(n for number in numbers for n in self.members[number])
+            self._wanting[numbers] = tuple(those)
+        return self._wanting[numbers]
+
+    def count(self, region: Region) -> int:
+        """How many participants want it."""
+        return len(self.wanting(region))
 
 
 def item_key(item: ReadItem) -> tuple[object, ...]:
@@ -144,46 +189,47 @@ def narrowed(item: ReadItem, offsets: Sequence[int], sizes: Sequence[int]) -> Re
     )
 
 
-def find_atoms(classes: Sequence[Participant], metadata: Metadata) -> list[Atom]:
-    """The atoms of everything that ``classes`` (one participant of each) read, in file order.
+_Wanted = tuple[Box, list[Owner]]  # a box, and who wants it
 
-    Boxes without elements are in no atom.
+
+def find_regions(classes: Sequence[Participant], metadata: Metadata) -> list[Region]:
+    """The regions of everything that ``classes`` (one participant of each) read, in file order.
+
+    Boxes without elements are in no region.
     """
-    chunks: dict[tuple[str, tuple[int, ...], torch.dtype | None, bool], _Chunk] = {}
+    places = _places(metadata)
+    regions: list[Region] = []
+    for (fqn, offset, dtype), boxes in _boxes_of_chunks(classes).items():
+        chunk = (fqn, offset)
+        for box, owners in _cut(boxes):
+            first: dict[int, int] = {}
+            again = []
+            for number, item in sorted(owners):
+                if first.setdefault(number, item) != item:
+                    again.append((number, item))
+            cuda = all(classes[number].cuda[item] for number, item in first.items())
+            at = places.get(chunk, ("", 0))
+            regions.append(Region(at, chunk, box, dtype, cuda, tuple(first.items()), tuple(again)))
+    regions.sort(key=lambda r: (r.where, r.chunk, r.box.offsets if r.box else (), str(r.dtype)))
+    return regions
+
+
+def _boxes_of_chunks(
+    classes: Sequence[Participant],
+) -> dict[tuple[str, tuple[int, ...], torch.dtype | None], dict[Box | None, list[Owner]]]:
+    """What of each saved chunk is read in each dtype, and by whom; objects have neither."""
+    chunks: dict[Any, dict[Box | None, list[Owner]]] = {}
     for number, participant in enumerate(classes):
-        for i, item in enumerate(participant.items):
-            index = item.storage_index
+        for i, (item, dtype) in enumerate(zip(participant.items, participant.dtypes, strict=True)):
             box = None
             if item.type != LoadItemType.BYTE_IO:
                 box = Box(tuple(item.storage_offsets), tuple(item.lengths))
                 if not box.numel:
                     continue
-            key = (index.fqn, tuple(index.offset or ()), participant.dtypes[i], box is None)
-            chunks.setdefault(key, _Chunk()).boxes.setdefault(box, []).append((number, i))
-    places = _places(metadata)
-    atoms: list[Atom] = []
-    for (fqn, offset, dtype, _), chunk in chunks.items():
-        name = (fqn, offset)
-        for box, wanting in _cut(chunk):
-            first: dict[int, int] = {}
-            again = []
-            for number, i in sorted(wanting):
-                if number in first:
-                    again.append((number, i))
-                first.setdefault(number, i)
-            atoms.append(
-                Atom(
-                    places.get(name, ("", 0)),
-                    name,
-                    box,
-                    None if box is None else dtype,
-                    all(classes[number].cuda[i] for number, i in first.items()),
-                    tuple(sorted(first.items())),
-                    tuple(again),
-                )
-            )
-    atoms.sort(key=lambda a: (a.where, a.chunk, a.box.offsets if a.box else (), str(a.dtype)))
-    return atoms
+            index = item.storage_index
+            key = (index.fqn, tuple(index.offset or ()), None if box is None else dtype)
+            chunks.setdefault(key, {}).setdefault(box, []).append((number, i))
+    return chunks
 
 
 def _places(metadata: Metadata) -> dict[tuple[str, tuple[int, ...]], tuple[str, int]]:
@@ -199,19 +245,17 @@ def _places(metadata: Metadata) -> dict[tuple[str, tuple[int, ...]], tuple[str, 
     return places
 
 
-def _cut(chunk: _Chunk) -> Iterator[tuple[Box | None, list[tuple[int, int]]]]:
+def _cut(boxes: dict[Box | None, list[Owner]]) -> Iterator[tuple[Box | None, list[Owner]]]:
     """Disjoint boxes of a chunk, each with all who want it."""
-    if len(chunk.boxes) == 1 or None in chunk.boxes:
-        yield from chunk.boxes.items()
+    if len(boxes) == 1:
+        yield from boxes.items()
         return
-    known = [(box, wanting) for box, wanting in chunk.boxes.items() if box is not None]
+    known = [(box, owners) for box, owners in boxes.items() if box is not None]
     for cluster in _clusters(known):
         yield from _disjoint(cluster)
 
 
-def _clusters(
-    boxes: list[tuple[Box, list[tuple[int, int]]]],
-) -> Iterator[list[tuple[Box, list[tuple[int, int]]]]]:
+def _clusters(boxes: list[_Wanted]) -> Iterator[list[_Wanted]]:
     """Groups of boxes such that boxes of different groups have nothing in common.
 
     Boxes are told apart along one dimension after another, until none tells any more of them apart.
@@ -223,36 +267,39 @@ def _clusters(
         if len(group) == 1 or useless == dims:
             yield sorted(group, key=lambda pair: (pair[0].offsets, pair[0].sizes))
             continue
-        group.sort(key=lambda pair: pair[0].offsets[d])
-        parts: list[list[tuple[Box, list[tuple[int, int]]]]] = []
-        end = -1
-        for pair in group:
-            if pair[0].offsets[d] >= end:
-                parts.append([])
-            parts[-1].append(pair)
-            end = max(end, pair[0].offsets[d] + pair[0].sizes[d])
-        useless = useless + 1 if len(parts) == 1 else 1
-        todo += [(part, (d + 1) % dims, useless) for part in parts]
+        groups = _apart(group, d)
+        useless = useless + 1 if len(groups) == 1 else 1
+        todo += [(each, (d + 1) % dims, useless) for each in groups]
 
 
-def _disjoint(
-    boxes: list[tuple[Box, list[tuple[int, int]]]],
-) -> list[tuple[Box, list[tuple[int, int]]]]:
+def _apart(boxes: list[_Wanted], d: int) -> list[list[_Wanted]]:
+    """Groups of boxes that have nothing in common along dimension ``d``."""
+    groups: list[list[_Wanted]] = []
+    end = -1
+    for pair in sorted(boxes, key=lambda pair: pair[0].offsets[d]):
+        if pair[0].offsets[d] >= end:
+            groups.append([])
+        groups[-1].append(pair)
+        end = max(end, pair[0].offsets[d] + pair[0].sizes[d])
+    return groups
+
+
+def _disjoint(boxes: list[_Wanted]) -> list[_Wanted]:
     """Cut boxes that may overlap into boxes that do not."""
-    done: list[tuple[Box, list[tuple[int, int]]]] = []
+    done: list[_Wanted] = []
     todo = list(reversed(boxes))
     while todo:
-        box, wanting = todo.pop()
+        box, owners = todo.pop()
         for k, (other, theirs) in enumerate(done):
             common = box.overlap(other)
             if common is None:
                 continue
-            done[k] = (common, [*theirs, *wanting])
+            done[k] = (common, [*theirs, *owners])
             done += [(rest, theirs) for rest in _without(other, common)]
-            todo += [(rest, wanting) for rest in _without(box, common)]
+            todo += [(rest, owners) for rest in _without(box, common)]
             break
         else:
-            done.append((box, wanting))
+            done.append((box, owners))
     return done
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_fsdp_osd.errors import ExchangeError
-from dcp_fsdp_osd.exchange.schedule import Message
+from dcp_fsdp_osd.exchange.messages import Message
 
 __all__ = ["Channels"]
 

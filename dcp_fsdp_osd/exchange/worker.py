@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_fsdp_osd.errors import ExchangeError, message_of
 from dcp_fsdp_osd.exchange.buffers import Held, Staging, joined, pack, unpack
+from dcp_fsdp_osd.exchange.messages import Message, RankSchedule, Source
 from dcp_fsdp_osd.exchange.regions import Part
-from dcp_fsdp_osd.exchange.schedule import Message, RankSchedule, Source
 from dcp_fsdp_osd.exchange.transport import Channels
 from dcp_fsdp_osd.layout.geometry import narrowed_view
 

@@ -186,8 +186,6 @@ def test_the_same_whatever_order_reads_come_in(case: Case, order: int) -> None:
     plan = case.plan()
     assert plan == case.plan(order)
     assert plan == pickle.loads(pickle.dumps(plan))
-    for schedule in plan.ranks if plan is not None else ():
-        assert schedule.describe().count("\n") == sum(1 for r in schedule.rounds for _ in r)
 
 
 def ddp(world: int, sizes: list[int], chunk: int | None = None) -> tuple[Saved, list[Any]]:
@@ -314,7 +312,7 @@ def test_a_read_for_others_is_never_taken_for_an_own_one() -> None:
 @pytest.mark.parametrize("reads_parts", [True, False])
 @pytest.mark.parametrize("shape", ["ddp", "hsdp"])
 def test_thousands_of_ranks(shape: str, reads_parts: bool) -> None:
-    """The plan of a large job is made, is small on its way to a rank, and can be printed."""
+    """The plan of a large job is made, is small on its way to a rank,."""
     if shape == "ddp":
         saved, ranks = ddp(1024, [4 * MIB] * 300, chunk=2 * MIB)
     else:
@@ -326,7 +324,6 @@ def test_thousands_of_ranks(shape: str, reads_parts: bool) -> None:
     assert plan.spared == total * (len(ranks) // (1 if shape == "ddp" else 256) - 1)
     for schedule in (plan.ranks[0], plan.ranks[-1]):
         assert len(pickle.dumps(schedule)) < 1 << 20
-        assert f"rank {schedule.ranks[schedule.number]}" in schedule.describe()
     for schedule in plan.ranks:
         assert all(sum(m.nbytes for m in r) <= 32 << 20 for r in schedule.rounds)
 
