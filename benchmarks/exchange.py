@@ -21,7 +21,7 @@ nothing waits for what it receives).
 sweep: seconds with ``broadcast=True`` / seconds with ``False`` by size of the state and place, and
 what ``"auto"`` does there (``*``: it broadcasts).  Under 1 the exchange pays.
 
-setup: what an exchange costs apart from its bytes, and the rate at which bytes are handed on.
+setup: what an exchange costs apart from its bytes, and the rate at which bytes are broadcast.
 
 Variants of a table run in turn, after a warm-up at full speed; figures are medians.  Ranks and the
 server share this machine's cores: compare within a table.  Sizes are powers of 2.

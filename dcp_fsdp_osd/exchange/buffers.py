@@ -1,4 +1,4 @@
-"""Memory of an exchange: bytes of views, what is held to be handed on, and a staging buffer."""
+"""Memory of an exchange: bytes of views, what is held to be broadcast, and a staging buffer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
-__all__ = ["Held", "Staging", "joined", "pack", "unpack"]
+__all__ = ["Held", "Staging", "one_stretch", "pack", "unpack"]
 
 HELD_BYTES = 64 << 20
-"""What is read to be handed on and not yet sent, before reading waits."""
+"""What is read for others alone and not yet sent, before reading waits."""
 STAGING_BYTES = 32 << 20
 """Bytes of a buffer that is kept; as much as a round moves."""
 
 
 class Held:
-    """Reads that are handed on from memory of their own.  Not thread-safe.
+    """Reads for others, which have memory of their own.  Not thread-safe.
 
     Args:
         dtypes: of these reads.
@@ -28,14 +28,14 @@ class Held:
         self, dtypes: Mapping[ReadItem, torch.dtype | None], uses: Counter[ReadItem]
     ) -> None:
         self._dtypes, self._uses = dtypes, uses
-        self._memory: dict[ReadItem, torch.Tensor] = {}
+        self._tensors: dict[ReadItem, torch.Tensor] = {}
         self._bytes = 0
 
     def __contains__(self, item: ReadItem) -> bool:
         return item in self._dtypes
 
     def __getitem__(self, item: ReadItem) -> torch.Tensor:
-        return self._memory[item]
+        return self._tensors[item]
 
     @property
     def full(self) -> bool:
@@ -45,20 +45,20 @@ class Held:
         """The memory of a read, allocated when it is first asked for; None if it is not one."""
         if item not in self._dtypes:
             return None
-        if item not in self._memory:
-            self._memory[item] = torch.empty(item.lengths, dtype=self._dtypes[item])
-            self._bytes += self._memory[item].nbytes
-        return self._memory[item]
+        if item not in self._tensors:
+            self._tensors[item] = torch.empty(item.lengths, dtype=self._dtypes[item])
+            self._bytes += self._tensors[item].nbytes
+        return self._tensors[item]
 
     def drop(self, items: Iterable[ReadItem]) -> None:
         """One message of each has been sent."""
         for item in items:
             self._uses[item] -= 1
-            if not self._uses[item] and item in self._memory:
-                self._bytes -= self._memory.pop(item).nbytes
+            if not self._uses[item] and item in self._tensors:
+                self._bytes -= self._tensors.pop(item).nbytes
 
     def clear(self) -> None:
-        self._memory.clear()
+        self._tensors.clear()
         self._bytes = 0
 
 
@@ -88,7 +88,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def joined(views: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+def one_stretch(views: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
     """The views as one stretch of bytes, where they are one in memory on ``device``."""
     end = None
     for view in views:
@@ -122,11 +122,11 @@ def unpack(data: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
     """
     position = 0
     for view in views:
-        part = data[position : position + view.nbytes]
+        raw = data[position : position + view.nbytes]
         position += view.nbytes
         if view.is_contiguous():
-            _bytes_of(view).copy_(part)
+            _bytes_of(view).copy_(raw)
         else:
             fresh = torch.empty(view.shape, dtype=view.dtype, device=data.device)
-            _bytes_of(fresh).copy_(part)
+            _bytes_of(fresh).copy_(raw)
             view.copy_(fresh)

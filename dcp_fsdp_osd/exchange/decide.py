@@ -32,7 +32,7 @@ __all__ = ["Broadcast", "RankReads", "SharedReads", "about_reader", "describe", 
 Broadcast = bool | Literal["auto"]
 
 WORTHWHILE_BYTES = 8 << 20
-"""Fewer bytes than these are sooner read again than handed on."""
+"""Fewer bytes than these are sooner read again than broadcast."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def describe(
 
 
 def plan_reads(
-    plans: Sequence[LoadPlan], told: Sequence[RankReads], metadata: Metadata
+    plans: Sequence[LoadPlan], reports: Sequence[RankReads], metadata: Metadata
 ) -> list[SharedReads] | None:
     """Decide for all ranks; None if each is to read for itself.
 
@@ -142,33 +142,21 @@ def plan_reads(
     """
     readers = [about_reader(plan) for plan in plans]
     able = [bool(about.get("can_read", True)) for about in readers]
-    settings = [t.broadcast for t in told]
+    settings = [report.broadcast for report in reports]
     if len(plans) < 2 or (False in settings and all(able)):
         return None
     asked = True in settings or not all(able)
-    if not asked and not _is_far(readers, metadata, len({t.host for t in told})):
+    if not asked and not _is_far(readers, metadata, len({report.host for report in reports})):
         return None
-    participants = []
-    seen: dict[bytes, tuple[ReadItem, ...]] = {}
-    unchanged = True
-    for each, t, can_read in zip(plans, told, able, strict=True):
-        items = seen.get(t.digest)
-        if items is None:
-            items = seen[t.digest] = tuple(in_order(each.items))
-            unchanged = len(items) == len(t.dtypes) and t.digest == Participant.digest_of(
-                items, t.dtypes, t.cuda
-            )
-        if not unchanged or len(each.items) != len(items):
-            if asked:
-                raise CheckpointMismatchError(
-                    f"rank {t.rank}: expected a storage reader that reads what the planner asked "
-                    f"for, found that it changed the items of the plan: pass broadcast=False"
-                )
+    participants, changed = _participants(plans, reports, able)
+    if changed is not None:
+        if not asked:
             return None
-        participants.append(
-            Participant(t.rank, t.host, can_read, items, t.dtypes, t.cuda, t.digest)
+        raise CheckpointMismatchError(
+            f"rank {changed}: expected a storage reader that reads what the planner asked for, "
+            f"found that it changed the items of the plan: pass broadcast=False"
         )
-    spread = any(t.spread for t in told)
+    spread = any(report.spread for report in reports)
     with no_collections():  # millions of small values for thousands of ranks
         plan = plan_exchange(
             participants,
@@ -182,6 +170,30 @@ def plan_reads(
         return None
     session = uuid.uuid4().hex
     return [SharedReads(schedule, session) for schedule in plan.ranks]
+
+
+def _participants(
+    plans: Sequence[LoadPlan], reports: Sequence[RankReads], able: Sequence[bool]
+) -> tuple[list[Participant], int | None]:
+    """All ranks; and the first, if any, of which the plan is not what it reported."""
+    found: list[Participant] = []
+    of_digest: dict[bytes, tuple[ReadItem, ...]] = {}
+    for plan, report, can_read in zip(plans, reports, able, strict=True):
+        items = of_digest.get(report.digest)
+        if items is None:
+            items = of_digest[report.digest] = tuple(in_order(plan.items))
+            if len(items) != len(report.dtypes) or report.digest != Participant.digest_of(
+                items, report.dtypes, report.cuda
+            ):
+                return found, report.rank
+        if len(plan.items) != len(items):
+            return found, report.rank
+        found.append(
+            Participant(
+                report.rank, report.host, can_read, items, report.dtypes, report.cuda, report.digest
+            )
+        )
+    return found, None
 
 
 def about_reader(plan: LoadPlan) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Participant:
     def digest_of(
         items: Sequence[ReadItem], dtypes: Sequence[torch.dtype | None], cuda: Sequence[bool]
     ) -> bytes:
-        """Of the values alone: a pickle would also tell which of them are one object."""
+        """Of the values alone: a pickle would also show which of them are one object."""
         found = hashlib.sha256()
         for item, dtype, on_gpu in zip(items, dtypes, cuda, strict=True):
             found.update(repr((item_key(item), str(dtype), on_gpu)).encode())
@@ -233,7 +233,7 @@ def _boxes_of_chunks(
 
 
 def _places(metadata: Metadata) -> dict[tuple[str, tuple[int, ...]], tuple[str, int]]:
-    """File and offset of each saved chunk, where the storage writer's metadata tell them."""
+    """File and offset of each saved chunk, where the storage writer's metadata have them."""
     data = metadata.storage_data
     places: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
     if not isinstance(data, dict):
@@ -258,9 +258,9 @@ def _cut(boxes: dict[Box | None, list[Owner]]) -> Iterator[tuple[Box | None, lis
 def _clusters(boxes: list[_Wanted]) -> Iterator[list[_Wanted]]:
     """Groups of boxes such that boxes of different groups have nothing in common.
 
-    Boxes are told apart along one dimension after another, until none tells any more of them apart.
+    Boxes are parted along one dimension after another, until none parts any more of them.
     """
-    todo = [(boxes, 0, 0)]  # with the next dimension, and how many in a row told nothing
+    todo = [(boxes, 0, 0)]  # with the next dimension, and how many in a row parted none
     while todo:
         group, d, useless = todo.pop()
         dims = len(group[0][0].offsets)

@@ -22,7 +22,7 @@ from dcp_fsdp_osd.exchange.messages import Message
 
 __all__ = ["Channels"]
 
-_TEXT_LIMIT = 10_000  # characters of an error that are told
+_TEXT_LIMIT = 10_000  # characters of an error that others are sent
 
 
 class Channels:
@@ -49,7 +49,7 @@ class Channels:
         except Exception as error:
             raise ExchangeError(
                 f"participant {number} of {size} could not connect with the others within "
-                f"{timeout:g} s to hand on what is read: {error}. Nothing has been read yet"
+                f"{timeout:g} s to broadcast what is read: {error}. Nothing has been read yet"
             ) from error
 
     def close(self) -> None:

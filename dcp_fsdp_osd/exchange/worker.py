@@ -5,9 +5,10 @@ a thread and process groups of its own, so that no collective of the training jo
 disturbed and ranks that take no part in the load are not involved. Round by round: wait for this
 rank's reads, lay out what is sent, agree over all ranks that all are ready, then send and receive.
 
-An error on one rank is told to all in the next agreement, so that every rank raises and none waits
-for data that will not come.  While a rank is waiting for its reads it says so every few seconds; a
-rank that dies closes its connections, and one that hangs is given up after ``stall_seconds``.
+All ranks learn of an error on one of them in the next agreement, so that every rank raises and none
+waits for data that will not come.  While a rank is waiting for its reads it says so every few
+seconds; a rank that dies closes its connections, and one that hangs is given up after
+``stall_seconds``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_fsdp_osd.errors import ExchangeError, message_of
-from dcp_fsdp_osd.exchange.buffers import Held, Staging, joined, pack, unpack
+from dcp_fsdp_osd.exchange.buffers import Held, Staging, one_stretch, pack, unpack
 from dcp_fsdp_osd.exchange.messages import Message, RankSchedule, Source
 from dcp_fsdp_osd.exchange.regions import Part
 from dcp_fsdp_osd.exchange.transport import Channels
@@ -60,7 +61,7 @@ class ExchangeStats:
 
 
 @dataclass
-class _Job:
+class _Transfer:
     """One message, laid out: ``data`` is sent or received, then unpacked into ``views``."""
 
     message: Message
@@ -143,7 +144,7 @@ class Exchange:
         self._done(_ALLOCATED)
 
     def resolve_read(self, item: ReadItem) -> torch.Tensor | None:
-        """Memory for a read that is handed on from there; None for one into this rank's own.
+        """Memory for a read for others; None for one into this rank's own.
 
         Raises:
             ExchangeError: the exchange has failed; there is no use in reading on.
@@ -153,7 +154,7 @@ class Exchange:
             return self._held.resolve(item)
 
     def committed(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """``item`` is read.  Waits while much that was read to be handed on is yet to be sent.
+        """``item`` is read.  Waits while much that was read for others is yet to be sent.
 
         Raises:
             ExchangeError: as :meth:`resolve_read`.
@@ -188,7 +189,7 @@ class Exchange:
             self._changed.notify_all()
 
     def failed(self, error: BaseException) -> None:
-        """This rank failed: tell all, and return when they have been told.
+        """This rank failed: all learn of it, and this returns when they have.
 
         At any time after ``start``; without effect when the exchange is over.
         """
@@ -356,31 +357,33 @@ class Exchange:
 
     def _round(self, messages: Sequence[Message]) -> None:
         """Send and receive one round."""
-        jobs: list[_Job] = []
-        self._agree({n for m in messages for n in m.needs}, lambda: self._lay_out(messages, jobs))
+        transfers: list[_Transfer] = []
+        self._agree(
+            {n for m in messages for n in m.needs}, lambda: self._lay_out(messages, transfers)
+        )
         begin = time.perf_counter()
         under_way = [
-            (job, self._channels.send(job.message, job.data))
-            for job in jobs
-            if len(job.message.members) > 1
+            (transfer, self._channels.send(transfer.message, transfer.data))
+            for transfer in transfers
+            if len(transfer.message.members) > 1
         ]
-        for job, work in under_way:
+        for transfer, work in under_way:
             work.wait()
-            if job.message.root == self._schedule.number:
-                self.stats.sent += job.message.nbytes
+            if transfer.message.root == self._schedule.number:
+                self.stats.sent += transfer.message.nbytes
             else:
-                self.stats.received += job.message.nbytes
+                self.stats.received += transfer.message.nbytes
         payloads = [
             (message, self._transfer_objects(message)) for message in messages if message.objects
         ]
         try:
-            for job in jobs:
-                unpack(job.data, job.views)
+            for transfer in transfers:
+                unpack(transfer.data, transfer.views)
             for message, found in payloads:
                 items = [part.of(self._items) for part in message.parts]
                 if found:
                     self._objects += zip(items, found, strict=True)
-        except BaseException as error:  # told in the next agreement
+        except BaseException as error:  # all learn of it in the next agreement
             self._fail(error)
         with self._changed:
             for message in messages:
@@ -389,9 +392,9 @@ class Exchange:
             self._changed.notify_all()
         self.stats.seconds += time.perf_counter() - begin
 
-    def _lay_out(self, messages: Sequence[Message], jobs: list[_Job]) -> None:
-        """Local work alone, so that what fails here can be told."""
-        jobs.clear()
+    def _lay_out(self, messages: Sequence[Message], transfers: list[_Transfer]) -> None:
+        """Local work alone, so that all can learn of what fails here."""
+        transfers.clear()
         self._staging.reset()
         for message in messages:
             if message.objects:
@@ -404,16 +407,16 @@ class Exchange:
                     event.synchronize()
             sources = [self._source(source) for source in message.sources]
             at = views[0].device if message.cuda else torch.device("cpu")
-            data = joined(sources or views, at)
+            data = one_stretch(sources or views, at)
             if message.root == self._schedule.number:
                 if data is None:
                     data = self._staging.take(message.nbytes, at)
                     pack(sources or views, data)
-                jobs.append(_Job(message, data, views if sources else []))
+                transfers.append(_Transfer(message, data, views if sources else []))
             elif data is None:
-                jobs.append(_Job(message, self._staging.take(message.nbytes, at), views))
+                transfers.append(_Transfer(message, self._staging.take(message.nbytes, at), views))
             else:
-                jobs.append(_Job(message, data, []))
+                transfers.append(_Transfer(message, data, []))
 
     def _source(self, source: Source) -> torch.Tensor:
         with self._changed:

@@ -1,4 +1,4 @@
-"""Ranks that exist in memory only: they plan, read from an array, and hand on, as real ones do."""
+"""Ranks that exist in memory only: they plan, read from an array and broadcast as real ones do."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Outcome:
         read: how often each byte was read from storage, job-wide: chunk and dtype -> counts.
         requests: how many reads each rank made.
         load: the most bytes that each rank sent and received in a round.
-        held: the most bytes that each rank held of what it read to hand on.
+        held: the most bytes that each rank held of what it read for others.
     """
 
     memory: list[dict[ReadItem, torch.Tensor]]
@@ -192,7 +192,7 @@ def execute(plan: ExchangePlan, participants: Sequence[Participant], saved: Save
 
 
 def _held(schedule: RankSchedule) -> int:
-    """Bytes that are read to be handed on, from the first message of each to its last."""
+    """Bytes that are read for others, from the first message of each to its last."""
     uses: dict[int, list[int]] = {}
     for r, messages in enumerate(schedule.rounds):
         for message in messages:

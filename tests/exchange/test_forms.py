@@ -1,4 +1,4 @@
-"""What is handed on, and into what: dtypes, shapes, memory layouts, forms of state, readers."""
+"""What is broadcast, and into what: dtypes, shapes, memory layouts, forms of state, readers."""
 
 from __future__ import annotations
 

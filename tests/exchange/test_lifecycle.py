@@ -15,7 +15,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_fsdp_osd import FlatOptimLoadPlanner, StreamingReader
 from dcp_fsdp_osd.errors import ExchangeError
-from dcp_fsdp_osd.exchange.buffers import HELD_BYTES, STAGING_BYTES, Staging, joined, pack, unpack
+from dcp_fsdp_osd.exchange.buffers import (
+    HELD_BYTES,
+    STAGING_BYTES,
+    Staging,
+    one_stretch,
+    pack,
+    unpack,
+)
 from dcp_fsdp_osd.exchange.transport import Channels
 from tests.exchange.jobs import whole, wrapped
 from tests.planners.checks import assert_same, make, raw, save
@@ -166,13 +173,13 @@ def test_packing_at_any_byte(dtype: torch.dtype, layout: str) -> None:
 def test_views_that_lie_one_behind_the_other_are_sent_as_they_are() -> None:
     memory = torch.arange(12.0)
     cpu = torch.device("cpu")
-    found = joined([memory[2:5], memory[5:9].view(2, 2)], cpu)
+    found = one_stretch([memory[2:5], memory[5:9].view(2, 2)], cpu)
     assert found is not None
     assert found.data_ptr() == memory[2:].data_ptr()
     assert found.nbytes == 28
-    assert joined([memory[5:9], memory[2:5]], cpu) is None
-    assert joined([memory[::2]], cpu) is None
-    assert joined([memory[2:5], torch.zeros(3)], cpu) is None
+    assert one_stretch([memory[5:9], memory[2:5]], cpu) is None
+    assert one_stretch([memory[::2]], cpu) is None
+    assert one_stretch([memory[2:5], torch.zeros(3)], cpu) is None
 
 
 def test_staging_is_one_buffer() -> None:
