@@ -33,7 +33,7 @@ __all__ = [
     "SavedInfo",
     "index_checkpoint",
     "is_flattened",
-    "opaque_prefix",
+    "per_rank_prefix",
 ]
 
 
@@ -45,7 +45,7 @@ class CheckpointIndex:
         state: name in ``state`` -> path below it -> key.
         groups: group (a number, or an FQN in a flattened checkpoint) -> path of the option -> key.
         extra: path -> key, of what is neither ``state`` nor ``param_groups``.
-        opaque: first FQN -> signature -> path -> key, of state that cannot be resharded.
+        per_rank: first FQN -> signature -> path -> key, of state that cannot be resharded.
         paths: key -> path below the optimizer.
         tensors: key -> its storage metadata, for keys of tensors (other keys are objects).
         info: what our save planner recorded; None for a checkpoint of stock PyTorch.
@@ -62,7 +62,7 @@ class CheckpointIndex:
     state: dict[str, dict[Path, str]] = field(default_factory=dict)
     groups: dict[int | str, dict[Path, str]] = field(default_factory=dict)
     extra: dict[Path, str] = field(default_factory=dict)
-    opaque: dict[str, dict[str, dict[Path, str]]] = field(default_factory=dict)
+    per_rank: dict[str, dict[str, dict[Path, str]]] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
     info: SavedInfo | None = None
@@ -117,14 +117,14 @@ def index_checkpoint(
     key = ".".join(path)
     index = CheckpointIndex(info=SavedInfo.unpack(metadata.planner_data, key))
     known = set(fqns)
-    hidden = opaque_prefix(path)
+    hidden = per_rank_prefix(path)
     for name, storage in metadata.state_dict_metadata.items():
         where: Path = tuple(planner_data.get(name) or (name,))
         if len(where) == 1 and name.startswith(key + "."):  # saved with flatten_state_dict=False
             where = (*path, name[len(key) + 1 :])
         if where[: len(hidden)] == hidden:
             fqn, signature, *rest = where[len(hidden) :]
-            found = index.opaque.setdefault(str(fqn), {}).setdefault(str(signature), {})
+            found = index.per_rank.setdefault(str(fqn), {}).setdefault(str(signature), {})
             found[tuple(rest)] = name
         elif where[: len(path)] == path:
             index.paths[name] = where[len(path) :]
@@ -149,7 +149,7 @@ def _containers(index: CheckpointIndex) -> Containers:
     found = Containers()  # of a version that recorded which mappings have integers for keys
     for name, *above in index.info.int_keys:
         paths = [*index.state.get(name, ())]
-        paths += [p for by_path in index.opaque.get(name, {}).values() for p in by_path]
+        paths += [p for by_path in index.per_rank.get(name, {}).values() for p in by_path]
         n = len(above)
         keys = dict.fromkeys(p[n] for p in paths if [*p[:n]] == above and len(p) > n)
         if keys and all(str(key).lstrip("-").isdigit() for key in keys):
@@ -221,8 +221,9 @@ def is_flattened(state_dict: Mapping[str, Any]) -> bool:
     )
 
 
-def opaque_prefix(key: Path) -> Path:
-    """Where state that cannot be resharded lies: beside the optimizer, out of stock's sight."""
+def per_rank_prefix(key: Path) -> Path:
+    """Where per-rank state, which cannot be resharded, lies: beside the optimizer, out of stock's
+    sight."""
     return (*key[:-1], f"{key[-1]}__opaque")
 
 

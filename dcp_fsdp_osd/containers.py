@@ -197,29 +197,33 @@ def remade(value: Any, containers: Containers, path: Path = ()) -> Any:
     return value
 
 
-def key_clashes(saved: Containers, live: Containers, paths: Iterable[Path]) -> Iterator[str]:
-    """A line for each key that is another in the checkpoint than here, though its text is the same.
+def key_clashes(
+    saved: Containers, current: Containers, paths: Iterable[Path]
+) -> Iterator[tuple[Path, str, str]]:
+    """Each key that is another in the checkpoint than here, though its text is the same.
 
     Args:
         paths: of the values that both have.
+
+    Yields:
+        Its path, and both sides in words.
     """
     steps = {path[:n] for path in paths for n in range(1, len(path) + 1)}
-    for path in dict.fromkeys([*saved, *live]):
-        there, here = (each.get(path, Container("dict", ())) for each in (saved, live))
+    for path in dict.fromkeys([*saved, *current]):
+        there, here = (each.get(path, Container("dict", ())) for each in (saved, current))
         for text in dict.fromkeys(str(key) for key in (*there.keys, *here.keys)):
             if (*path, text) in steps and not _same_key(there.key_of(text), here.key_of(text)):
-                yield (
-                    f"{dotted((*path, text))}: key {there.key_of(text)!r} in the checkpoint, "
-                    f"{here.key_of(text)!r} here"
-                )
+                yield (*path, text), f"key {there.key_of(text)!r}", f"{here.key_of(text)!r} here"
 
 
-def unlike(saved: Containers, live: Containers, paths: Iterable[Path]) -> Iterator[str]:
-    """As :func:`key_clashes`, and a line for each mapping that is of another kind."""
+def unlike(
+    saved: Containers, current: Containers, paths: Iterable[Path]
+) -> Iterator[tuple[Path, str, str]]:
+    """As :func:`key_clashes`, and each mapping that is of another kind."""
     known = list(paths)
-    yield from key_clashes(saved, live, known)
+    yield from key_clashes(saved, current, known)
     steps = {path[:n] for path in known for n in range(len(path))}
-    for path in dict.fromkeys([*saved, *live]):
-        there, here = (each.get(path, Container("dict", ())) for each in (saved, live))
+    for path in dict.fromkeys([*saved, *current]):
+        there, here = (each.get(path, Container("dict", ())) for each in (saved, current))
         if path in steps and there.kind != here.kind:
-            yield f"{dotted(path)}: a {there.kind} in the checkpoint, a {here.kind} here"
+            yield path, f"a {there.kind}", f"a {here.kind} here"

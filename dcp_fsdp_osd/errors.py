@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 __all__ = [
     "CheckpointMismatchError",
@@ -17,6 +18,7 @@ __all__ = [
     "ExchangeError",
     "FlatOptimError",
     "LayoutError",
+    "Mismatch",
     "StorageError",
     "UnsafeCheckpointError",
     "UnsupportedTorchError",
@@ -63,9 +65,50 @@ class UnsafeCheckpointError(FlatOptimError, ValueError):
     """A checkpoint wants to run code, or to reach outside of its own folder, when read."""
 
 
-def listed(lines: Iterable[str], most: int = 10) -> str:
+@dataclass(frozen=True)
+class Mismatch:
+    """One thing that is not alike in a checkpoint and in what is loaded; printed with ``str``.
+
+    Attributes:
+        fqn: the parameter, entry or key that it is about.
+        state: dotted path of the state below that; ``""`` for all of it.
+        found: what was found, in words; ``""`` for nothing in the checkpoint.
+        current: what there is now in place of what was found in the checkpoint.
+        expected: what was expected, where the above do not say it.
+        remedy: what to do.
+        ranks: that met it; ``()`` for all.
+    """
+
+    fqn: str
+    state: str = ""
+    found: str = ""
+    current: str = ""
+    expected: str = ""
+    remedy: str = ""
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.fqn}.{self.state}" if self.state else self.fqn
+
+    @property
+    def what(self) -> str:
+        """In words, without the name of the thing."""
+        text = self.found or "not in the checkpoint"
+        if self.expected:
+            text = f"expected {self.expected}, found {text}"
+        elif self.current:
+            text = f"{text} in the checkpoint, {self.current}"
+        return f"{text}; {self.remedy}" if self.remedy else text
+
+    def __str__(self) -> str:
+        ranks = f" (ranks {', '.join(map(str, self.ranks))})" if self.ranks else ""
+        return f"{self.name}: {self.what}{ranks}"
+
+
+def listed(lines: Iterable[object], most: int = 10) -> str:
     """Lines for a message, indented below its first: no more than ``most``, and a count."""
-    every = list(lines)
+    every = list(map(str, lines))
     more = [f"... and {len(every) - most} more"] if len(every) > most else []
     return "\n  ".join(every[:most] + more)
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_fsdp_osd.allocate import empty_for_reading
 from dcp_fsdp_osd.containers import remade
+from dcp_fsdp_osd.errors import Mismatch
 from dcp_fsdp_osd.fsdp.optim import ShardGroup
-from dcp_fsdp_osd.layout.flat import Piece
-from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.load.match import placed_for
 from dcp_fsdp_osd.load.optim import OptimLoad
 from dcp_fsdp_osd.load.plan import check_params
-from dcp_fsdp_osd.load.schedule import Leaf, LoadSchedule, covering_reads, object_item, whole_chunk
+from dcp_fsdp_osd.load.protocol import Form
+from dcp_fsdp_osd.load.schedule import Kind, Leaf, LoadSchedule, chunk_of, whole_chunk
+from dcp_fsdp_osd.misuse.flat_form import expect_setter
 from dcp_fsdp_osd.tree import set_leaf
 
 __all__ = ["FormLoad"]
@@ -28,17 +25,20 @@ __all__ = ["FormLoad"]
 class FormLoad(OptimLoad):
     """Fills an empty dict with what ``get_optimizer_state_dict`` would return.
 
-    Keys, groups and their order are the checkpoint's. ``form``: ``"full"``: whole tensors on the
-    CPU; ``"sharded"``: for a parameter that FSDP1 shards a DTensor (where it was given a mesh)
-    or a ShardedTensor cut by rows, for one that is a DTensor its like, else a whole tensor.
-    With ``idle`` this rank reads nothing and its dict stays empty.
+    Keys, groups and their order are the checkpoint's.
+
+    Args:
+        form: ``"full"``: whole tensors on the CPU; ``"sharded"``: for a parameter that FSDP1 shards
+            a DTensor (where it was given a mesh) or a ShardedTensor cut by rows, for one that is a
+            DTensor its like, else a whole tensor.
+        idle: this rank reads nothing, and its dict stays empty.
+        options: as of ``OptimLoad``.
     """
 
-    form: str = "full"
-    idle: bool = False
-
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, form: Form, idle: bool, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._form = form
+        self._idle = idle
         self._fqn_of: dict[str, str] = {}  # key of an entry -> the parameter that it is state of
 
     def plan(self) -> LoadSchedule:
@@ -46,110 +46,90 @@ class FormLoad(OptimLoad):
             self.target,
             self.index,
             key=self.key,
-            quantized=self.quantized,
+            codec=self.codec,
             optim_class=self.optim_class,
         )
-        if self.idle:
+        if self._idle:
             return schedule
-        unknown = set(self.index.state) - set(self.names())
-        skipped = {fqn for i in schedule.keep for fqn in self.layout.params[i].fqns}
-        dropped = unknown.union(*map(self.layout.names_of, skipped | schedule.skip))
-        keys = [
-            key
-            for name, paths in self.index.state.items()
-            if name not in dropped
-            for key in paths.values()
-        ]
+        states = self.index.state
+        fqns = {fqn for number in schedule.keep for fqn in self.layout.params[number].fqns}
+        dropped = set(states) - set(self.report().names)
+        dropped.update(*map(self.layout.names_of, fqns | schedule.skip))
+        keys = [k for name, paths in states.items() if name not in dropped for k in paths.values()]
         keys += self.index.extra.values()
         keys += [key for paths in self.index.groups.values() for key in paths.values()]
         keys += self.index.whole_objects()
         self._fqn_of = {
             key: fqn
-            for name, paths in self.index.state.items()
+            for name, paths in states.items()
             if (fqn := self.layout.resolve(name)) is not None
             for key in paths.values()
         }
         for key in keys:
             storage = self.index.tensors.get(key)
             number = self.layout.ids.get(self._fqn_of.get(key, ""))
-            leaf = Leaf("object", number, key, self.index.paths[key], {key: key})
-            schedule.leaves.append(leaf)
+            where = number, key, self.index.paths[key], {key: key}
             if storage is None:
-                schedule.items.append(object_item(key))
+                schedule.add_objects(*where)
             else:
-                self._plan_tensor(leaf, storage)
+                self._plan_tensor(Leaf(Kind.WHOLE, *where), storage)
         return schedule
 
     def _plan_tensor(self, leaf: Leaf, storage: TensorStorageMetadata) -> None:
-        leaf.kind, leaf.shape, leaf.dtype = "whole", tuple(storage.size), storage.properties.dtype
-        chunk = whole_chunk(storage)
-        number = leaf.param
-        placed = self.index.info.placed if self.index.info is not None else {}
-        if number is not None and self.form == "sharded" and (leaf.shape or leaf.name in placed):
-            param = self.target.params[number]
+        chunks = [whole_chunk(storage)]
+        record = self.info.placed.get(leaf.name)
+        placed = storage.size or record is not None
+        if self._form == "sharded" and leaf.param is not None and placed:
+            leaf.like = placed_for(self.target.params[leaf.param], storage, record, None)
             group = self._shard_group(leaf.name)
-            leaf.like = placed_for(param, storage, placed.get(leaf.name), None)
             if leaf.like is not None:
-                leaf.kind = "dtensor"
-                self._want(leaf, storage, leaf.like.chunks())
-                return
-            if group is not None and leaf.shape:
-                leaf.kind = "sharded"
-                box = group.box(leaf.shape)
-                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-        self._want(leaf, storage, [chunk])
-
-    def _want(
-        self, leaf: Leaf, storage: TensorStorageMetadata, chunks: list[ChunkStorageMetadata]
-    ) -> None:
-        for chunk in chunks:
-            piece = Piece(Box(tuple(chunk.offsets), tuple(chunk.sizes)), 0)
-            index = MetadataIndex(leaf.name, chunk.offsets)
-            leaf.pieces[index] = piece
-            self.schedule.destinations[index] = (leaf, None)
-        self.schedule.items += covering_reads(leaf.name, storage, chunks)
+                leaf.kind, chunks = Kind.DTENSOR, list(leaf.like.chunks())
+            elif group is not None and storage.size:
+                box = group.box(tuple(storage.size))
+                leaf.kind, chunks = Kind.SHARDED, [chunk_of(box.offsets, box.sizes)]
+        self.schedule.add_tensor(leaf, storage, [(None, chunk) for chunk in chunks])
 
     def _shard_group(self, key: str) -> ShardGroup | None:
         """Over whom FSDP1 shards the parameter that an entry is state of."""
         return self.target.shards.get(self._fqn_of.get(key, ""))
 
-    def allocate(self) -> None:
-        for leaf in self.schedule.leaves:
-            if leaf.kind == "object":
-                continue
-            if leaf.like is not None:
-                leaf.tensor = leaf.like.empty(leaf.dtype)
-                continue
-            (piece,) = (p for p in leaf.pieces.values() if p is not None)
-            leaf.tensor = empty_for_reading(piece.box.sizes, leaf.dtype, self._place(leaf))
+    def _empty(self, leaf: Leaf) -> torch.Tensor:
+        shape, group = leaf.shape, self._shard_group(leaf.name)
+        if leaf.kind is Kind.SHARDED and group is not None:
+            shape = group.box(leaf.shape).sizes
+        return empty_for_reading(shape, leaf.dtype, self._device(leaf))
 
-    def _place(self, leaf: Leaf) -> torch.device:
+    def _device(self, leaf: Leaf) -> torch.device:
         if leaf.like is not None:
             return leaf.like.device
-        sharded = self.form == "sharded" and leaf.param is not None and leaf.shape
-        return self._device(leaf) if sharded else torch.device("cpu")
+        sharded = self._form == "sharded" and leaf.param is not None and leaf.shape
+        return super()._device(leaf) if sharded else torch.device("cpu")
 
     def finish(self) -> None:
-        if self.idle:
+        if self._idle:
             return
+        result: dict[str, Any] = {}
         for leaf in self.schedule.leaves:
             value: Any = leaf.tensor
-            if leaf.kind == "object":
+            group = self._shard_group(leaf.name)
+            if leaf.kind is Kind.OBJECT:
                 value = self.objects[leaf.name]
-            elif leaf.kind == "sharded" and leaf.param is not None and leaf.tensor is not None:
-                group = self._shard_group(leaf.name)
-                value = group.tensor(leaf.tensor, leaf.shape) if group is not None else value
-            set_leaf(self._result, leaf.path, value)
-        self._result = remade(self._result, self.index.containers)
+            elif leaf.kind is Kind.SHARDED and leaf.tensor is not None and group is not None:
+                value = group.tensor(leaf.tensor, leaf.shape)
+            set_leaf(result, leaf.path, value)
+        self._result = remade(result, self.index.containers)
         if self.index.flattened:
             return
         state = self._result.get("state", {})
-        self._result["state"] = {self._fqn(name) or name: value for name, value in state.items()}
+        self._result["state"] = {self.fqn(name): value for name, value in state.items()}
         known: set[str] = set()
         for group in self._result.setdefault("param_groups", []):
             if "params" in group:
-                group["params"] = [self._fqn(str(name)) or name for name in group["params"]]
+                group["params"] = [self.fqn(str(name)) for name in group["params"]]
                 known.update(group["params"])
-        if self.index.known_groups() is None:  # else it was a problem of the plan
-            lacking = (fqn for fqn in self.layout.ids if self._lacks(fqn, known))
-            self._refuse([], [f"{fqn}: not in the checkpoint" for fqn in lacking])
+        if self.index.known_groups() is None:  # else it was a mismatch of the plan
+            self._refuse([], list(map(Mismatch, self._lacking(self.layout.ids, known))))
+
+    def hand_over(self) -> None:
+        super().hand_over()
+        expect_setter(self.optim, self.layout, self._form)

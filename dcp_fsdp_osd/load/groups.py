@@ -1,4 +1,4 @@
-"""Param groups by FQN: merged over ranks for a save, matched to the optimizer's for a load.
+"""Param groups by FQN: those of a checkpoint, matched to the optimizer's.
 
 Pure.  Groups are never matched by number: a saved group is the set of its FQNs.
 """
@@ -6,17 +6,19 @@ Pure.  Groups are never matched by number: a saved group is the set of its FQNs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from dcp_fsdp_osd.checkpoint import CheckpointIndex
+from dcp_fsdp_osd.containers import remade
 from dcp_fsdp_osd.errors import CheckpointMismatchError, listed, several
 from dcp_fsdp_osd.layout.flat import FlatLayout
-from dcp_fsdp_osd.tree import digest
+from dcp_fsdp_osd.tree import Path, digest, set_leaf
 
-__all__ = ["SavedGroups", "match_groups"]
+__all__ = ["SavedGroups", "match_groups", "put_value", "read_groups"]
 
 
 @dataclass
@@ -31,6 +33,41 @@ class SavedGroups:
 
     options: dict[int | str, dict[str, Any]] = field(default_factory=dict)
     members: dict[int | str, list[str]] = field(default_factory=dict)
+
+
+def read_groups(
+    index: CheckpointIndex, values: Mapping[str, Any], fqn: Callable[[str], str]
+) -> SavedGroups:
+    """The groups of a checkpoint.
+
+    Args:
+        values: key -> what was read of it.
+        fqn: takes wrappers' names out of a name.
+    """
+    read: dict[int | str, dict[str, Any]] = {}
+    if index.one_list is not None:
+        read.update(enumerate(map(dict, values[index.one_list])))
+    for group, options in index.groups.items():
+        found: dict[str, Any] = {}
+        for path, key in options.items():
+            put_value(found, path, values[key])
+        read[group] = remade(found, index.containers.below(("param_groups", group)))
+    saved = SavedGroups()
+    for group, found in read.items():
+        members = found.pop("params", None)
+        found.pop("param_names", None)  # of the wrapping then; the current ones stay
+        names = [group] if members is None else members
+        saved.members[group] = [fqn(str(name)) for name in names]
+        saved.options[group] = found
+    return saved
+
+
+def put_value(values: dict[Any, Any], path: Path, value: Any) -> None:
+    """Put ``value`` at ``path``; torch before 2.4 saved what holds no tensor as one object."""
+    if path:
+        set_leaf(values, path, value)
+    else:
+        values.update(value)
 
 
 def match_groups(

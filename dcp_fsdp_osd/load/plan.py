@@ -2,40 +2,26 @@
 
 :func:`plan_load` compares the checkpoint's metadata with the layout and with the state dict that
 is loaded into.  It allocates nothing, touches no tensor and runs no collective; what does not
-match is told as lines, not raised, so that all of it can be told at once for all ranks.
+match is reported, not raised, so that all of it can be printed at once for all ranks.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_fsdp_osd.checkpoint import CheckpointIndex
-from dcp_fsdp_osd.errors import CheckpointMismatchError, LayoutError
+from dcp_fsdp_osd.errors import LayoutError, Mismatch
 from dcp_fsdp_osd.fsdp.optim import Target
 from dcp_fsdp_osd.layout.flat import ParamKind, ParamLayout, Piece, param_id
 from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.load.match import SavedParams, placed_for
-from dcp_fsdp_osd.load.schedule import (
-    EMPTY,
-    Leaf,
-    LoadSchedule,
-    covering_reads,
-    first_known,
-    known,
-    object_item,
-    whole_chunk,
-)
-from dcp_fsdp_osd.lowbit.load import QuantizedLoad
+from dcp_fsdp_osd.load.protocol import StateCodec
+from dcp_fsdp_osd.load.schedule import Kind, Leaf, LoadSchedule, chunk_of, object_item, whole_chunk
 from dcp_fsdp_osd.optim_class import OptimClass
 from dcp_fsdp_osd.tree import Path, dotted, leaves
 
@@ -45,11 +31,11 @@ __all__ = ["check_params", "plan_load"]
 def plan_load(
     target: Target,
     index: CheckpointIndex,
-    live: Mapping[str, Any],
+    current: Mapping[str, Any],
     *,
     key: str,
     user: Collection[str],
-    quantized: QuantizedLoad,
+    codec: StateCodec,
     optim_class: OptimClass,
 ) -> LoadSchedule:
     """Plan the reads of one optimizer on one rank.
@@ -57,20 +43,18 @@ def plan_load(
     Args:
         target: the optimizer's layout, its parameters (for DTensors' placements).
         index: what the checkpoint has of it.
-        live: the state dict that is loaded into; ``{}`` if it is to be made anew.
+        current: the state dict that is loaded into, encoded by `codec`; ``{}`` if it is to be made
+            anew.
         key: of the optimizer, for messages.
         user: names in ``state`` of the optimizer's own, that are no parameter's.
-        quantized: by which ``live`` was split.
         optim_class: of the optimizer, beside that of the checkpoint.
 
     Raises:
         CorruptCheckpointError: a saved tensor lacks elements that this rank needs.
     """
-    planner = _Planner(
-        target, index, live, key=key, user=user, quantized=quantized, optim_class=optim_class
-    )
-    planner.plan()
-    return planner.result
+    planner = _Planner(target, index, current, key=key, codec=codec, optim_class=optim_class)
+    planner.plan(user)
+    return planner.schedule
 
 
 def check_params(
@@ -78,13 +62,13 @@ def check_params(
     index: CheckpointIndex,
     *,
     key: str,
-    quantized: QuantizedLoad,
+    codec: StateCodec,
     optim_class: OptimClass,
 ) -> LoadSchedule:
-    """Only the problems of :func:`plan_load`, as far as they do not depend on how ranks shard."""
-    planner = _Planner(target, index, {}, key=key, quantized=quantized, optim_class=optim_class)
+    """Only the mismatches of :func:`plan_load`, as far as they do not depend on how ranks shard."""
+    planner = _Planner(target, index, {}, key=key, codec=codec, optim_class=optim_class)
     planner.check()
-    return planner.result
+    return planner.schedule
 
 
 class _Planner:
@@ -92,317 +76,310 @@ class _Planner:
         self,
         target: Target,
         index: CheckpointIndex,
-        live: Mapping[str, Any],
+        current: Mapping[str, Any],
         *,
         key: str,
-        user: Collection[str] = (),
-        quantized: QuantizedLoad,
+        codec: StateCodec,
         optim_class: OptimClass,
     ) -> None:
         self.target = target
-        self.user = user
-        self.optim_class = optim_class
-        self.live_leaves: dict[Path, Any] = {}  # of the parameter that is being planned
-        self.quantized = quantized
         self.layout = target.layout
         self.index = index
-        self.live = live
         self.key = key
-        self.result = LoadSchedule()
-        self.problems = self.result.problems
-        self.saved = SavedParams(target.layout, index, key, quantized, self.result)
-        self.live_of = {param_id(k, self.layout): v for k, v in live.get("state", {}).items()}
+        self.codec = codec
+        self.optim_class = optim_class
+        self.schedule = LoadSchedule()
+        self.mismatches = self.schedule.mismatches
+        self.saved = SavedParams(target.layout, index, key, codec, self.schedule)
+        states = current.get("state", {})
+        self.current_of = {param_id(name, self.layout): state for name, state in states.items()}
 
     def check(self) -> None:
         if self.saved.nothing():
             return
         for number, param in enumerate(self.layout.params):
             sources = self.saved.sources(param)
+            keys = self.saved.keys(sources)
             self.saved.check_present(number, param, sources)
-            quantized = self.quantized.check_whole(number, self.saved.keys(sources))
-            self.problems += quantized
+            encoded = self.codec.check(number, keys, whole=True)
+            self.mismatches += encoded
             self.saved.misshapen(param, sources, {}, whole=True)
-            if self._unusable(number, param, self.saved.keys(sources).values()) or quantized:
-                self.result.keep.add(number)
-        for fqn, found in self.index.opaque.items():
-            name = fqn or dotted(next(p for paths in found.values() for p in paths))
-            self.problems.append(f"{name}: has state that was saved per rank, as no whole tensor")
+            if self._unusable(number, param, keys.values()) or encoded:
+                self.schedule.keep.add(number)
+        for fqn, by_layout in self.index.per_rank.items():
+            name = fqn or dotted(next(p for paths in by_layout.values() for p in paths))
+            found = "has state that was saved per rank, as no whole tensor"
+            self.mismatches.append(Mismatch(name, found=found))
         self.optim_class.warn(self.key)
 
-    def plan(self) -> None:
+    def plan(self, user: Collection[str]) -> None:
         if self.saved.nothing():
             return
-        items = self.result.items
         for number, param in enumerate(self.layout.params):
-            told = len(self.problems)
-            items += self._plan_param(number, param)
-            if number in self.result.keep:
-                self._tell_siblings(param, self.problems[told:])
-        items += self._plan_user_state()
+            before = len(self.mismatches)
+            reads = self._plan_param(number, param)
+            if reads is not None:
+                self.schedule.join(reads)
+            else:
+                self.schedule.keep.add(number)
+            if number in self.schedule.keep:
+                self._report_siblings(param, self.mismatches[before:])
+        self._plan_user_state({*user, *self.saved.info.user})
         for path, name in self.index.extra.items():
-            items += self._plan_value(None, name, path, name)
-            self.result.leaves[-1].extra = True
+            _add_value(self.schedule, self.index, None, name, path, name).extra = True
         for options in self.index.groups.values():
             for name in options.values():
                 storage = self.index.tensors.get(name)
                 if storage is None:
-                    items.append(object_item(name))
+                    self.schedule.items.append(object_item(name))
                 else:
-                    leaf = self._leaf("group", None, name, (), {name: name}, storage)
-                    items += self._read(leaf, name, storage, [(None, whole_chunk(storage))])
-        items += [object_item(name) for name in self.index.whole_objects()]
+                    leaf = Leaf(Kind.OPTION, None, name, (), {name: name})
+                    self.schedule.add_tensor(leaf, storage, [(None, whole_chunk(storage))])
+        self.schedule.items += map(object_item, self.index.whole_objects())
         self.optim_class.warn(self.key)
 
-    def _plan_param(self, number: int, param: ParamLayout) -> list[ReadItem]:
+    def _plan_param(self, number: int, param: ParamLayout) -> LoadSchedule | None:
+        """The reads of one parameter's state; None, and a mismatch, if it cannot be loaded."""
         sources = self.saved.sources(param)
-        opaque = self.saved.opaque_keys(param)
+        per_rank = self.saved.per_rank_keys(param)
         self.saved.check_present(number, param, sources)
-        self.live_leaves = dict(leaves(self.live_of.get(number) or {}))
-        wrong = self.saved.misshapen(param, sources, self.live_leaves)
-        if opaque is None or (wrong and len(wrong) == len(sources)):
-            self.result.keep.add(number)
-            return []
+        current = dict(leaves(self.current_of.get(number) or {}))
+        wrong = self.saved.misshapen(param, sources, current)
+        if per_rank is None or (wrong and len(wrong) == len(sources)):
+            return None
         sources = {fqn: name for fqn, name in sources.items() if fqn not in wrong}
         if param.empty:
             sources = {}  # but for what this rank alone has there
-        if not (sources or opaque) or self.saved.was_absent(param, sources):
-            return []
-        if self._unusable(number, param, [*self.saved.keys(sources).values(), *opaque]):
-            self.result.keep.add(number)
-            return []
-        items: list[ReadItem] = []
-        first = len(self.result.leaves)
-        problems = self.quantized.check(number, self.saved.keys(sources))
-        if problems:
-            self.problems += problems
-            self.result.keep.add(number)
-            return []
-        paths = dict.fromkeys(p for name in sources.values() for p in self.index.state[name])
-        for path in paths:
-            keys = {
-                fqn: self.index.state[name][path]
-                for fqn, name in sources.items()
-                if path in self.index.state[name]
-            }
-            if self.quantized.owns(number, path):
-                items += self._plan_quantized(number, param, path, keys)
-                continue
-            found = self._plan_leaf(number, param, path, keys)
-            if found is None:
-                self.result.keep.add(number)
-                del self.result.leaves[first:]
-                return []
-            items += found
-        for path, name in opaque.items():
-            items += self._plan_value(number, param.fqns[0], path, name)
-        self._check_live(number, param, set(paths) | set(opaque), self.result.leaves[first:])
-        blank = [f for f in param.fqns if f not in sources and f not in self.result.skip]
+        if not (sources or per_rank) or self.saved.was_absent(param, sources):
+            return LoadSchedule()
+        keys = self.saved.keys(sources)
+        if self._unusable(number, param, [*keys.values(), *per_rank]):
+            return None
+        found = self.codec.check(number, keys, whole=False)
+        if not found:
+            plan = _ParamPlan(self, number, param, current)
+            found = plan.add_all(sources, per_rank)
+        self.mismatches += found
+        if found:
+            return None
+        self.mismatches += plan.take_current()
+        blank = [f for f in param.fqns if f not in sources and f not in self.schedule.skip]
         if blank and sources:
             warnings.warn(
                 f"{self.key}: the checkpoint has no state of {blank}, which share one flat "
                 f"parameter with {list(sources)[:3]}; their state becomes zeros, as FSDP does",
                 stacklevel=2,
             )
-        return [item for item in items if not self._skipped(item)]
+        return plan.reads
 
     def _unusable(self, number: int, param: ParamLayout, paths: Iterable[Path]) -> bool:
         """Whether the optimizer's class would not find in the saved state what a step needs."""
         names = frozenset(str(path[0]) for path in paths if path)
-        live = frozenset(map(str, self.live_of.get(number) or ()))
+        current = frozenset(map(str, self.current_of.get(number) or ()))
         dims = self.target.params[number].dim()
-        problem = self.optim_class.check(number, param.fqns, dims, names, live=live)
+        problem = self.optim_class.check(number, param.fqns, dims, names, live=current)
         if problem:
-            self.problems.append(f"{param.fqns[0]}: {problem}")
+            self.mismatches.append(Mismatch(param.fqns[0], found=problem))
         return bool(problem)
 
-    def _tell_siblings(self, param: ParamLayout, lines: Sequence[str]) -> None:
+    def _report_siblings(self, param: ParamLayout, causes: Sequence[Mismatch]) -> None:
         """Name all parameters of a flat parameter that is skipped as a whole."""
+        cause = causes[0].name if causes else "what cannot be loaded"
+        reported = {each.fqn for each in causes}
         for fqn in param.fqns:
-            if not any(line.startswith((f"{fqn}:", f"{fqn}.")) for line in lines):
-                self.problems.append(f"{fqn}: one flat parameter with {_named(lines)}")
+            if fqn not in reported:
+                self.mismatches.append(Mismatch(fqn, found=f"one flat parameter with {cause}"))
 
-    def _skipped(self, item: ReadItem) -> bool:
-        found = self.result.destinations.get(item.dest_index)
-        return found is not None and found[0].kind == "skipped"
-
-    def _plan_leaf(
-        self, number: int, param: ParamLayout, path: Path, keys: dict[str, str]
-    ) -> list[ReadItem] | None:
-        """Reads of one state of one parameter; None, and a problem, if it cannot be loaded."""
-        stored = {fqn: self.index.tensors.get(key) for fqn, key in keys.items()}
-        kinds = {
-            "object" if s is None else "tensor" if s.size else "scalar" for s in stored.values()
-        }
-        dtypes = {s.dtype for s in (s.properties for s in stored.values() if s is not None)}
-        label = dotted((*param.fqns[:1], *path))
-        if len(kinds) > 1 or len(dtypes) > 1:
-            self.problems.append(
-                f"{label}: expected one kind and dtype for all parameters of a flat parameter, "
-                f"found {sorted(kinds)} {sorted(map(str, dtypes))} in {', '.join(keys)}"
-            )
-            return None
-        kind = kinds.pop()
-        if param.kind is ParamKind.DTENSOR and kind != "object":
-            return self._plan_dtensor(number, param, path, keys)
-        if kind == "object":
-            self.result.leaves.append(Leaf("object", number, param.fqns[0], path, keys))
-            return [object_item(key) for key in keys.values()]
-        if kind == "scalar" and param.shapes != ((),):
-            leaf = self._leaf("scalar", number, param.fqns[0], path, keys, first_known(stored))
-            return [
-                item
-                for fqn, key in keys.items()
-                for item in self._read(leaf, key, known(stored[fqn]), [(None, EMPTY)])
-            ]
-        first = first_known(stored)
-        odd = len(param.fqns) == 1 and tuple(first.size) != param.shapes[0]
-        if param.kind is ParamKind.WHOLE or kind == "scalar" or odd:
-            kind = "scalar" if kind == "scalar" else "whole"
-            leaf = self._leaf(kind, number, param.fqns[0], path, keys, first)
-            (key,) = keys.values()
-            return self._read(leaf, key, first, [(None, whole_chunk(first))])
-        leaf = self._leaf("local", number, param.fqns[0], path, keys, first)
-        leaf.shape = (param.numel,)
-        items: list[ReadItem] = []
-        for segment in param.segments:
-            if segment.fqn not in keys or not segment.numel:
-                continue
-            pieces = list(segment.pieces())
-            chunks = [
-                ChunkStorageMetadata(torch.Size(p.box.offsets), torch.Size(p.box.sizes))
-                for p in pieces
-            ]
-            wanted = list(zip(pieces, chunks, strict=True))
-            storage = known(stored[segment.fqn])
-            items += self._read(leaf, keys[segment.fqn], storage, wanted)
-        return items
-
-    def _plan_dtensor(
-        self, number: int, param: ParamLayout, path: Path, keys: dict[str, str]
-    ) -> list[ReadItem] | None:
-        """Reads of a tensor under a DTensor parameter: it lies as it does live, or as it did."""
-        (key,) = keys.values()
-        storage = known(self.index.tensors.get(key))
-        own = self.target.params[number]
-        label = dotted((param.fqns[0], *path))
-        try:
-            like = placed_for(own, storage, self.saved.placed.get(key), self.live_leaves.get(path))
-        except LayoutError as error:
-            self.problems.append(f"{label}: {error}")
-            return None
-        if like is None:
-            kind = "whole" if storage.size else "scalar"
-            leaf = self._leaf(kind, number, param.fqns[0], path, keys, storage)
-            return self._read(leaf, key, storage, [(None, whole_chunk(storage))])
-        leaf = self._leaf("dtensor", number, param.fqns[0], path, keys, storage)
-        leaf.like = like
-        return self._read(leaf, key, storage, [(None, chunk) for chunk in like.chunks()])
-
-    def _plan_quantized(
-        self, number: int, param: ParamLayout, path: Path, keys: dict[str, str]
-    ) -> list[ReadItem]:
-        """Reads of one of the 1-D tensors that a quantized value is saved as."""
-        (key,) = keys.values()
-        storage = known(self.index.tensors.get(key))
-        start, stop = self.quantized.span(number, path, storage)
-        if start == stop:
-            return []
-        leaf = self._leaf("local", number, param.fqns[0], path, keys, storage)
-        leaf.shape = (stop - start,)
-        chunk = ChunkStorageMetadata(torch.Size((start,)), torch.Size(leaf.shape))
-        return self._read(leaf, key, storage, [(Piece(Box((start,), leaf.shape), 0), chunk)])
-
-    def _leaf(  # noqa: PLR0917
-        self,
-        kind: str,
-        number: int | None,
-        name: str,
-        path: Path,
-        keys: dict[str, str],
-        storage: TensorStorageMetadata,
-    ) -> Leaf:
-        leaf = Leaf(kind, number, name, path, keys, tuple(storage.size), storage.properties.dtype)
-        self.result.leaves.append(leaf)
-        return leaf
-
-    def _read(
-        self,
-        leaf: Leaf,
-        key: str,
-        storage: TensorStorageMetadata,
-        wanted: Sequence[tuple[Piece | None, ChunkStorageMetadata]],
-    ) -> list[ReadItem]:
-        """Reads of ``wanted`` boxes of a saved tensor; the saved boxes must cover them."""
-        items = covering_reads(key, storage, [chunk for _, chunk in wanted])
-        for piece, chunk in wanted:
-            index = MetadataIndex(key, chunk.offsets)
-            if index in self.result.destinations:
-                raise CheckpointMismatchError(f"{key}: wanted for two values of the optimizer")
-            leaf.pieces[index] = piece
-            self.result.destinations[index] = (leaf, piece)
-        leaf.filled += sum(item.lengths.numel() for item in items)
-        return items
-
-    def _plan_user_state(self) -> list[ReadItem]:
-        """State under names that are no parameter's: known to us, or to the live optimizer."""
-        names = {*self.user, *(self.index.info.user if self.index.info is not None else ())}
-        items: list[ReadItem] = []
+    def _plan_user_state(self, names: Collection[str]) -> None:
+        """State under names that are no parameter's: known to us, or to the current optimizer."""
         for name, entries in self.index.state.items():
             if name in names and self.layout.resolve(name) is None:
                 for path, key in entries.items():
-                    items += self._plan_value(None, name, path, key)
-        return items
-
-    def _plan_value(self, number: int | None, name: str, path: Path, key: str) -> list[ReadItem]:
-        """An object, or a tensor that is read whole."""
-        storage = self.index.tensors.get(key)
-        if storage is None:
-            self.result.leaves.append(Leaf("object", number, name, path, {name: key}))
-            return [object_item(key)]
-        kind = "whole" if storage.size or number is None else "scalar"
-        leaf = self._leaf(kind, number, name, path, {name: key}, storage)
-        return self._read(leaf, key, storage, [(None, whole_chunk(storage))])
-
-    def _check_live(
-        self, number: int, param: ParamLayout, paths: set[Path], loaded: Sequence[Leaf]
-    ) -> None:
-        """Compare with the state that is loaded in place, and take its tensors as destinations."""
-        state = self.live_of.get(number)
-        if state is None:
-            return
-        mine = {leaf.path: leaf for leaf in loaded}
-        for path, value in leaves(state):
-            label = dotted((param.fqns[0], *path))
-            if path not in paths:
-                self.problems.append(f"{label}: not in the checkpoint")
-                continue
-            leaf = mine.get(path)
-            if leaf is None or not isinstance(value, torch.Tensor) or leaf.kind == "object":
-                continue
-            if leaf.kind == "scalar" and not value.dim() and value.dtype == leaf.dtype:
-                leaf.tensor = value.detach()
-            if leaf.kind in ("local", "whole", "dtensor"):
-                if tuple(value.shape) != leaf.shape:
-                    self.problems.append(
-                        f"{label}: expected the optimizer's tensor to have shape {leaf.shape}, "
-                        f"found {tuple(value.shape)}"
-                    )
-                    leaf.kind = "skipped"
-                elif value.dtype != leaf.dtype:
-                    self.problems.append(
-                        f"{label}: {leaf.dtype} in the checkpoint, {value.dtype} in the optimizer; "
-                        f"load into an empty dict to take it as saved"
-                    )
-                    leaf.kind = "skipped"
-                elif leaf.like is not None and not leaf.like.alike(value):
-                    self.problems.append(
-                        f"{label}: expected the optimizer's tensor to lie as {leaf.like.placements}"
-                    )
-                    leaf.kind = "skipped"
-                else:
-                    leaf.tensor, leaf.live = value.detach(), True
+                    _add_value(self.schedule, self.index, None, name, path, key)
 
 
-def _named(lines: Sequence[str]) -> str:
-    """What the first of some problems is about."""
-    return lines[0].partition(": ")[0] if lines else "what cannot be loaded"
+@dataclass
+class _ParamPlan:
+    """The reads of one parameter's state, as far as it matches."""
+
+    of: _Planner
+    number: int
+    param: ParamLayout
+    current: Mapping[Path, Any]
+    """What is loaded into, by path."""
+    reads: LoadSchedule = field(default_factory=LoadSchedule)
+    saved: set[Path] = field(default_factory=set)
+    """Paths of what the checkpoint has."""
+
+    def add_all(self, sources: Mapping[str, str], per_rank: Mapping[Path, str]) -> list[Mismatch]:
+        """Read all that is saved; what cannot be loaded, if anything.
+
+        Args:
+            sources: FQN -> name under which the checkpoint has its state.
+            per_rank: path -> key of what this rank alone has.
+        """
+        states = self.of.index.state
+        paths = dict.fromkeys(path for name in sources.values() for path in states[name])
+        self.saved = {*paths, *per_rank}
+        for path in paths:
+            keys = {fqn: states[n][path] for fqn, n in sources.items() if path in states[n]}
+            mismatch = self._add(path, keys)
+            if mismatch is not None:
+                return [mismatch]
+        for path, key in per_rank.items():
+            _add_value(self.reads, self.of.index, self.number, self.param.fqns[0], path, key)
+        return []
+
+    def _add(self, path: Path, keys: dict[str, str]) -> Mismatch | None:
+        """Read one state. ``keys``: FQN -> key."""
+        if self.of.codec.owns(self.number, path):
+            return self._add_encoded(path, keys)
+        stored = [self.of.index.tensors.get(key) for key in keys.values()]
+        tensors = [storage for storage in stored if storage is not None]
+        kinds = {"object" if s is None else "tensor" if s.size else "scalar" for s in stored}
+        dtypes = {storage.properties.dtype for storage in tensors}
+        if len(kinds) > 1 or len(dtypes) > 1:
+            return Mismatch(
+                self.param.fqns[0],
+                dotted(path),
+                f"{sorted(kinds)} {sorted(map(str, dtypes))} in {', '.join(keys)}",
+                expected="one kind and dtype for all parameters of a flat parameter",
+            )
+        add: Callable[[Path, dict[str, str]], Mismatch | None] = self._add_piece
+        if not tensors:
+            add = self._add_objects
+        elif self.param.kind is ParamKind.DTENSOR:
+            add = self._add_dtensor
+        elif not tensors[0].size:
+            add = self._add_scalars
+        elif self.param.kind is ParamKind.WHOLE or (
+            len(self.param.fqns) == 1 and tuple(tensors[0].size) != self.param.shapes[0]
+        ):
+            add = self._add_whole
+        return add(path, keys)
+
+    def _leaf(self, kind: Kind, path: Path, keys: dict[str, str]) -> Leaf:
+        return Leaf(kind, self.number, self.param.fqns[0], path, keys)
+
+    def _add_objects(self, path: Path, keys: dict[str, str]) -> None:
+        self.reads.add_objects(self.number, self.param.fqns[0], path, keys)
+
+    def _add_scalars(self, path: Path, keys: dict[str, str]) -> None:
+        """One of each parameter of a flat parameter, which are to be equal."""
+        first = self.of.index.tensors[next(iter(keys.values()))]
+        leaf = self.reads.add_tensor(self._leaf(Kind.SCALAR, path, keys), first)
+        for key in keys.values():
+            self.reads.read(leaf, key, self.of.index.tensors[key], [(None, whole_chunk(first))])
+
+    def _add_whole(self, path: Path, keys: dict[str, str]) -> None:
+        (key,) = keys.values()
+        storage = self.of.index.tensors[key]
+        leaf = self._leaf(Kind.WHOLE, path, keys)
+        self.reads.add_tensor(leaf, storage, [(None, whole_chunk(storage))])
+
+    def _add_piece(self, path: Path, keys: dict[str, str]) -> None:
+        """This rank's elements of each parameter of a flat parameter, into its flat tensor."""
+        first = self.of.index.tensors[next(iter(keys.values()))]
+        leaf = self._leaf(Kind.PIECE, path, keys)
+        self.reads.add_tensor(leaf, first, shape=(self.param.numel,))
+        for segment in self.param.segments:
+            if segment.fqn in keys and segment.numel:
+                key = keys[segment.fqn]
+                pieces = list(segment.pieces())
+                wanted = [(piece, chunk_of(piece.box.offsets, piece.box.sizes)) for piece in pieces]
+                self.reads.read(leaf, key, self.of.index.tensors[key], wanted)
+
+    def _add_dtensor(self, path: Path, keys: dict[str, str]) -> Mismatch | None:
+        """A tensor under a DTensor parameter: it lies as it does now, or as it did."""
+        (key,) = keys.values()
+        storage = self.of.index.tensors[key]
+        record, current = self.of.saved.info.placed.get(key), self.current.get(path)
+        try:
+            like = placed_for(self.of.target.params[self.number], storage, record, current)
+        except LayoutError as error:
+            return Mismatch(self.param.fqns[0], dotted(path), str(error))
+        if like is None:
+            kind = Kind.WHOLE if storage.size else Kind.SCALAR
+            leaf, chunks = self._leaf(kind, path, keys), [whole_chunk(storage)]
+        else:
+            leaf, chunks = self._leaf(Kind.DTENSOR, path, keys), list(like.chunks())
+            leaf.like = like
+        self.reads.add_tensor(leaf, storage, [(None, chunk) for chunk in chunks])
+        return None
+
+    def _add_encoded(self, path: Path, keys: dict[str, str]) -> Mismatch | None:
+        """One of the 1-D tensors that an encoded value is saved as."""
+        (key,) = keys.values()
+        start, stop = self.of.codec.interval(self.number, path)
+        if start < stop:
+            size = (stop - start,)
+            wanted = Piece(Box((start,), size), 0), chunk_of((start,), size)
+            leaf = self._leaf(Kind.PIECE, path, keys)
+            self.reads.add_tensor(leaf, self.of.index.tensors[key], [wanted], shape=size)
+        return None
+
+    # ------------------------------------------------------------ in place
+
+    def take_current(self) -> list[Mismatch]:
+        """Take the tensors that are loaded in place as destinations, where they match."""
+        read = {leaf.path: leaf for leaf in self.reads.leaves}
+        mismatches: list[Mismatch] = []
+        for path, value in self.current.items():
+            leaf = read.get(path)
+            if leaf is None:
+                if path not in self.saved:
+                    mismatches.append(Mismatch(self.param.fqns[0], dotted(path)))
+            elif isinstance(value, torch.Tensor):
+                mismatch = self._take(leaf, value)
+                if mismatch is not None:
+                    mismatches.append(mismatch)
+                    leaf.kind = Kind.SKIPPED
+        skipped = {
+            index
+            for leaf in self.reads.leaves
+            if leaf.kind is Kind.SKIPPED
+            for index in leaf.pieces
+        }
+        self.reads.items = [item for item in self.reads.items if item.dest_index not in skipped]
+        return mismatches
+
+    def _take(self, leaf: Leaf, value: torch.Tensor) -> Mismatch | None:
+        """Have ``leaf`` read into ``value``; a mismatch if it cannot be."""
+        if leaf.kind is Kind.SCALAR and not value.dim() and value.dtype == leaf.dtype:
+            leaf.tensor = value.detach()
+        if leaf.kind not in (Kind.PIECE, Kind.WHOLE, Kind.DTENSOR):
+            return None
+        name = self.param.fqns[0], dotted(leaf.path)
+        if tuple(value.shape) != leaf.shape:
+            expected = f"the optimizer's tensor to have shape {leaf.shape}"
+            return Mismatch(*name, str(tuple(value.shape)), expected=expected)
+        if value.dtype != leaf.dtype:
+            return Mismatch(
+                *name,
+                str(leaf.dtype),
+                f"{value.dtype} in the optimizer",
+                remedy="load into an empty dict to take it as saved",
+            )
+        if leaf.like is not None and not leaf.like.alike(value):
+            found = str(getattr(value, "placements", "a plain tensor"))
+            expected = f"the optimizer's tensor to lie as {leaf.like.placements}"
+            return Mismatch(*name, found, expected=expected)
+        leaf.tensor, leaf.in_place = value.detach(), True
+        return None
+
+
+def _add_value(  # noqa: PLR0917
+    reads: LoadSchedule,
+    index: CheckpointIndex,
+    number: int | None,
+    name: str,
+    path: Path,
+    key: str,
+) -> Leaf:
+    """Read an object, or a tensor whole."""
+    storage = index.tensors.get(key)
+    if storage is None:
+        return reads.add_objects(number, name, path, {name: key})
+    kind = Kind.WHOLE if storage.size or number is None else Kind.SCALAR
+    leaf = Leaf(kind, number, name, path, {name: key})
+    return reads.add_tensor(leaf, storage, [(None, whole_chunk(storage))])

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import io
 import threading
+import typing
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -31,23 +32,20 @@ from dcp_fsdp_osd.errors import (
     CheckpointMismatchError,
     ExchangeError,
     LayoutError,
+    Mismatch,
     listed,
     portable_errors,
 )
-from dcp_fsdp_osd.exchange.decide import (
-    Broadcast,
-    RankReads,
-    SharedReads,
-    about_reader,
-    describe,
-    plan_reads,
-)
+from dcp_fsdp_osd.exchange.decide import Broadcast, describe, plan_reads
 from dcp_fsdp_osd.exchange.regions import in_order
 from dcp_fsdp_osd.exchange.worker import Exchange, ExchangeStats
 from dcp_fsdp_osd.fsdp.optim import Target, check_unwrapped, describe_target
+from dcp_fsdp_osd.load.agree import Agreed, RankReport, agree, reports_of
+from dcp_fsdp_osd.load.current import is_flat_form
 from dcp_fsdp_osd.load.forms import FormLoad
 from dcp_fsdp_osd.load.model import ModelLoad
 from dcp_fsdp_osd.load.optim import OptimLoad
+from dcp_fsdp_osd.load.protocol import Form, StateLoad
 from dcp_fsdp_osd.load.schedule import load_object
 from dcp_fsdp_osd.misuse.arguments import (
     HasRole,
@@ -57,39 +55,16 @@ from dcp_fsdp_osd.misuse.arguments import (
     check_options,
     check_positive,
 )
-from dcp_fsdp_osd.misuse.flat_form import check_rest, expect_setter
+from dcp_fsdp_osd.misuse.flat_form import check_rest
 from dcp_fsdp_osd.misuse.in_use import InUse
 from dcp_fsdp_osd.misuse.waiting import watched
 from dcp_fsdp_osd.stateful.guard import guarded
 from dcp_fsdp_osd.stateful.model import ModelGuard
 from dcp_fsdp_osd.stateful.optim import OptimGuard
-from dcp_fsdp_osd.storage.identity import Identity, check_one_checkpoint, identify
+from dcp_fsdp_osd.storage.identity import identify
 from dcp_fsdp_osd.tree import dotted, find_optim, put_in_place, with_optim_removed
 
 __all__ = ["FlatOptimLoadPlanner"]
-
-_AUTO: Broadcast = "auto"
-
-
-@dataclasses.dataclass
-class _LocalData:
-    """``planner_data`` of a local plan: what this rank found wrong, and which names it knows."""
-
-    problems: dict[str, list[str]]  # key -> lines
-    names: dict[str, list[str]]  # key -> FQNs (and other names) that this rank has a use for
-    saved: dict[str, list[str]]  # key -> FQNs in the checkpoint
-    extra: dict[str, str]  # key -> what to say of FQNs in the checkpoint that no rank knows
-    strict: bool
-    reads: RankReads
-    checkpoint: Identity
-
-
-@dataclasses.dataclass
-class _FinalData:
-    """``planner_data`` of a rank's share of the global plan."""
-
-    skipped: list[str]
-    shared: SharedReads | None
 
 
 class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
@@ -110,9 +85,14 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             ShardedTensors (without a gather), or with whole tensors on the CPU for values.
         rank0_only: with ``form="full"``: fill the dict on rank 0 of the load's process group
             alone; other ranks read nothing and keep an empty dict.
-        strict: missing, extra or misshapen FQNs are an error. With False they are skipped,
-            what is there stays as it is to the bit, and :attr:`skipped` lists them. (In a flat
-            tensor that is made anew their elements are zeros.)
+        strict: whether what does not match is an error. It covers optimizers and
+            :class:`FlatModelState`, FQN by FQN: what the checkpoint lacks, what it has and no rank
+            has a use for, shapes, dtypes and kinds that differ, and state that was saved per rank
+            and cannot be resharded. With False these are skipped, what is there stays as it is to
+            the bit, and :attr:`skipped` lists them. (In a flat tensor that is made anew their
+            elements are zeros.) It covers nothing else: damaged or missing bytes, a checkpoint of
+            a later format, and options that merged param groups disagree in are errors either way,
+            and of the rest of the state dict DCP's own ``allow_partial_load`` decides.
         broadcast: whether what several ranks want alike (replicas, scalars, objects, whole tensors;
             of the whole state dict) is read by one of them, each a part, and handed on, over NCCL
             to CUDA tensors where the job uses it, else over gloo. ``"auto"``: where it pays
@@ -163,7 +143,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         *,
         key: str = "optim",
         model_key: str | Sequence[str] | None = "model",
-        form: str = "flat",
+        form: Form = "flat",
         rank0_only: bool = False,
         strict: bool = True,
         broadcast: Broadcast = "auto",
@@ -178,7 +158,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         check_positive(stall_seconds=stall_seconds)
         if broadcast not in (True, False, "auto"):
             raise ValueError(f"expected broadcast=True, False or 'auto', found {broadcast!r}")
-        if form not in ("flat", "sharded", "full"):
+        if form not in typing.get_args(Form):
             raise ValueError(f"expected form='flat', 'sharded' or 'full', found {form!r}")
         if rank0_only and form != "full":
             raise ValueError(f"expected form='full' with rank0_only=True, found form={form!r}")
@@ -186,9 +166,16 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         targets = {
             name: describe_target(model, o) for name, o in optims.items() if model is not None
         }
-        self._init(optims, targets, strict, default_planner_options)
-        self._form, self._rank0_only = form, rank0_only
-        self._broadcast, self._stall = broadcast, stall_seconds
+        self._init(
+            optims,
+            targets,
+            strict,
+            default_planner_options,
+            form=form,
+            broadcast=broadcast,
+            stall_seconds=stall_seconds,
+        )
+        self._rank0_only = rank0_only
         self._has_model = True
 
     @classmethod
@@ -214,18 +201,22 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         targets: dict[str, Target],
         strict: bool,
         options: dict[str, Any],
+        *,
+        form: Form = "flat",
+        broadcast: Broadcast = "auto",
+        stall_seconds: float = 300.0,
     ) -> None:
         if not options.get("flatten_state_dict", True):
             raise ValueError("expected flatten_state_dict=True: optimizer state has flattened keys")
         super().__init__(**options)
         self._optims, self._targets, self._strict = optims, targets, strict
-        self._form, self._rank0_only = "flat", False
-        self._broadcast, self._stall = _AUTO, 300.0
+        self._form, self._rank0_only = form, False
+        self._broadcast, self._stall_seconds = broadcast, stall_seconds
         self._has_model = False
         self._in_use = InUse()
         self._lock = threading.Lock()
-        self._loads: dict[str, OptimLoad | ModelLoad] = {}
-        self._owner: dict[str, OptimLoad | ModelLoad] = {}
+        self._loads: dict[str, StateLoad] = {}
+        self._owner: dict[str, StateLoad] = {}  # key of an entry -> the load that it is read for
         self._pending: set[ReadItem] = set()
         self._given: dict[str, Any] = {}
         self._items: list[ReadItem] = []
@@ -269,30 +260,36 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
                 )
             targets[dotted(path)], optims[dotted(path)] = guard.target, guard.optim
         for key, target in targets.items():
-            target.layout.check()
-            if self._has_model:
-                check_unwrapped(target.layout, target.params)
+            self._check_target(key, target, optims[key])
             path, value = find_optim(state_dict, key)
-            optim = optims[key]
-            sizes = tuple(len(group["params"]) for group in optim.param_groups)
-            if sizes != tuple(map(len, target.layout.groups)):
-                raise LayoutError(
-                    f"{key}: expected param groups of {tuple(map(len, target.layout.groups))} "
-                    f"parameters, found {sizes}: make a new planner after add_param_group"
-                )
-            kind = OptimLoad if value or self._form == "flat" else FormLoad
-            load = kind(target, path, value, optim=optim, metadata=metadata, strict=self._strict)
-            if isinstance(load, FormLoad):
-                load.form = self._form
-                load.idle = self._rank0_only and not is_coordinator
-            if load.applies:
-                self._loads[key] = load
+            if not is_flat_form(value, target.layout):
+                continue  # DCP's default way is the right one
+            about: Any = {"optim": optims[key], "metadata": metadata, "strict": self._strict}
+            if value or self._form == "flat":
+                self._loads[key] = OptimLoad(target, path, value, **about)
+            else:
+                idle = self._rank0_only and not is_coordinator
+                form = self._form
+                self._loads[key] = FormLoad(target, path, value, form=form, idle=idle, **about)
         for path, value, _ in guarded(state_dict, ModelGuard):
             self._loads[dotted(path)] = ModelLoad(path, value, metadata=metadata)
         rest = with_optim_removed(state_dict, [load.path for load in self._loads.values()])
         check_rest(rest, targets, metadata, told=bool(self._targets))
         super().set_up_planner(rest, metadata, is_coordinator)
         self._given = state_dict
+
+    def _check_target(self, key: str, target: Target, optim: torch.optim.Optimizer) -> None:
+        """Raise LayoutError unless model and optimizer are as they were."""
+        target.layout.check()
+        if self._has_model:
+            check_unwrapped(target.layout, target.params)
+        expected = tuple(map(len, target.layout.groups))
+        sizes = tuple(len(group["params"]) for group in optim.param_groups)
+        if sizes != expected:
+            raise LayoutError(
+                f"{key}: expected param groups of {expected} parameters, found {sizes}: make a new "
+                f"planner after add_param_group"
+            )
 
     @portable_errors()
     def create_local_plan(self) -> LoadPlan:
@@ -302,23 +299,18 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         if self.metadata is None:
             raise CheckpointMismatchError("expected set_up_planner to be called first")
         items = list(plan.items)
-        problems: dict[str, list[str]] = {}
-        names: dict[str, list[str]] = {}
-        saved: dict[str, list[str]] = {}
-        for key, load in self._loads.items():
-            schedule = load.plan()
-            own = schedule.items
-            problems[key] = schedule.problems
-            names[key] = load.names()
-            saved[key] = load.saved_names()
+        for load in self._loads.values():
+            own = load.plan().items
             self._owner.update((item.dest_index.fqn, load) for item in own)
             items += own
         self._items = in_order(items)
-        reads = describe(self._items, self._place, self._broadcast, self._rank0_only)
-        extra = {key: load.what for key, load in self._loads.items()}
-        checkpoint = identify(self.metadata)
-        data = _LocalData(problems, names, saved, extra, self._strict, reads, checkpoint)
-        plan = dataclasses.replace(plan, items=list(items), planner_data=data)
+        report = RankReport(
+            {key: load.report() for key, load in self._loads.items()},
+            self._strict,
+            describe(self._items, self._place, self._broadcast, self._rank0_only),
+            identify(self.metadata),
+        )
+        plan = dataclasses.replace(plan, items=items, planner_data=report)
         return watched(self._in_use.hold(plan), "load")
 
     def _place(self, item: ReadItem) -> tuple[torch.dtype | None, torch.device]:
@@ -350,70 +342,39 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         Raises:
             CheckpointMismatchError: of every mismatch of every rank, the first ten are listed.
         """
-        data = [plan.planner_data for plan in global_plan]
-        if not all(isinstance(d, _LocalData) for d in data):
-            raise CheckpointMismatchError(
-                "expected FlatOptimLoadPlanner on every rank, found another planner"
-            )
-        check_one_checkpoint(
-            [
-                dataclasses.replace(d.checkpoint, place=about["url"])
-                if "url" in about
-                else d.checkpoint
-                for d, about in zip(data, map(about_reader, global_plan), strict=True)
-            ],
-            [d.reads.rank for d in data],
-        )
-        skipped: list[str] = []
-        for key in dict.fromkeys(key for d in data for key in d.problems):
-            found: dict[str, list[int]] = {}
-            for rank, d in enumerate(data):
-                for line in d.problems.get(key, ()):
-                    found.setdefault(line, []).append(rank)
-            known = {name for d in data for name in d.names.get(key, ())}
-            extra = sorted({n for d in data for n in d.saved.get(key, ())} - known)
-            lines = [line + _on(ranks, len(data)) for line, ranks in found.items()]
-            what = next(d.extra[key] for d in data if key in d.extra)  # maybe of other ranks alone
-            more = [f"{name}: in the checkpoint, but the {what}" for name in extra]
-            if (lines or more) and any(d.strict for d in data):
-                raise CheckpointMismatchError(
-                    f"{key}: the checkpoint is not of this model and optimizer:\n  "
-                    + "\n  ".join(filter(None, (listed(lines), listed(more))))
-                    + "\nPass strict=False to load the rest and leave these as they are; "
-                    "planner.skipped then has a line for each"
-                )
-            skipped += lines + more
+        reports = reports_of(global_plan)
+        skipped = agree(reports)
         if self.metadata is None:
             raise CheckpointMismatchError("expected set_up_planner to be called first")
         shared = None
         # Ranks that have metadata each of their own have nothing in common, whatever its name.
-        if all(d.checkpoint.save is not None for d in data):
-            shared = plan_reads(global_plan, [d.reads for d in data], self.metadata)
-        told = [
-            dataclasses.replace(
-                plan, planner_data=_FinalData(skipped, shared[rank] if shared else None)
-            )
-            for rank, plan in enumerate(global_plan)
-        ]
-        return super().create_global_plan(told)
+        if all(report.checkpoint.save is not None for report in reports):
+            shared = plan_reads(global_plan, [report.reads for report in reports], self.metadata)
+        agreed = [Agreed(skipped, shared[rank] if shared else None) for rank in range(len(reports))]
+        return super().create_global_plan(
+            [
+                dataclasses.replace(plan, planner_data=each)
+                for plan, each in zip(global_plan, agreed, strict=True)
+            ]
+        )
 
     @portable_errors()
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Allocate, and keep this rank's reads; from here on tensors may be written."""
-        final = new_plan.planner_data
-        if not isinstance(final, _FinalData):
-            final = _FinalData([], None)
+        agreed = new_plan.planner_data
+        if not isinstance(agreed, Agreed):
+            agreed = Agreed([], None)
         plan = super().finish_plan(dataclasses.replace(new_plan, planner_data=None))
-        if final.shared is None:
+        if agreed.shared is None:
             self._pending.update(plan.items)
-            self._allocate(final.skipped)
+            self._allocate(agreed.skipped)
         else:
-            exchange = final.shared.begin(self._items, self._resolve, self._stall)
+            exchange = agreed.shared.begin(self._items, self._resolve, self._stall_seconds)
             self._exchange, self.exchanged = exchange, exchange.stats
             exchange.start()
             with self._reported():
-                self._allocate(final.skipped)
-                own = final.shared.own_reads(self._items)
+                self._allocate(agreed.skipped)
+                own = agreed.shared.own_reads(self._items)
                 plan = dataclasses.replace(plan, items=[*dict.fromkeys([*exchange.reads, *own])])
                 self._pending.update(plan.items)
                 exchange.ready(own)
@@ -422,15 +383,15 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
                 self._finish()
         return self._in_use.hold(plan)
 
-    def _allocate(self, skipped: list[str]) -> None:
+    def _allocate(self, skipped: list[Mismatch]) -> None:
         self._skip(skipped)
         for load in self._loads.values():
             load.allocate()
 
-    def _skip(self, lines: list[str]) -> None:
-        self.skipped += lines
-        if lines:
-            text = f"skipped (strict=False; planner.skipped has all):\n  {listed(lines)}"
+    def _skip(self, mismatches: list[Mismatch]) -> None:
+        self.skipped += map(str, mismatches)
+        if mismatches:
+            text = f"skipped (strict=False; planner.skipped has all):\n  {listed(mismatches)}"
             warnings.warn(text, stacklevel=3)
 
     # ------------------------------------------------------------ reading
@@ -466,13 +427,14 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             self._done(read_item)
 
     def on_read_error(self, error: BaseException) -> None:
-        """The storage reader has failed: tell the other ranks (``StreamingReader`` calls this)."""
+        """The storage reader has failed: report it to the other ranks (``StreamingReader`` calls
+        this)."""
         if self._exchange is not None:
             self._exchange.failed(error)
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
-        """Tell the other ranks of an error, whatever the storage reader makes of it."""
+        """Report an error to the other ranks, whatever the storage reader makes of it."""
         with portable_errors():
             try:
                 yield
@@ -489,7 +451,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
                 value.seek(0)
                 super().load_bytes(item, value)
         else:
-            load.objects[item.dest_index.fqn] = load_object(value)
+            load.take_object(item.dest_index.fqn, load_object(value))
 
     def _done(self, item: ReadItem) -> None:
         with self._lock:
@@ -512,10 +474,4 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         for load in self._loads.values():
             load.hand_over()
             self._skip(load.late)
-            if isinstance(load, FormLoad):
-                expect_setter(load.optim, load.layout, load.form)
             load.release()
-
-
-def _on(ranks: Sequence[int], world: int) -> str:
-    return "" if len(ranks) == world else f" (ranks {', '.join(map(str, ranks))})"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,23 +17,44 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_fsdp_osd.errors import CheckpointMismatchError, CorruptCheckpointError
+from dcp_fsdp_osd.errors import CheckpointMismatchError, CorruptCheckpointError, Mismatch
 from dcp_fsdp_osd.layout.flat import Piece
 from dcp_fsdp_osd.layout.placements import Placed
 from dcp_fsdp_osd.tree import Path
 
 __all__ = [
-    "EMPTY",
+    "Kind",
     "Leaf",
     "LoadSchedule",
-    "covering_reads",
-    "factored_shapes",
-    "first_known",
-    "known",
+    "Want",
+    "chunk_of",
     "load_object",
     "object_item",
     "whole_chunk",
 ]
+
+Want = tuple[Piece | None, ChunkStorageMetadata]
+"""A box that is wanted of a saved tensor, and where it lies in the local one (None: all of it)."""
+
+
+class Kind(enum.Enum):
+    """What a value is, and so how it is read."""
+
+    PIECE = enum.auto()
+    """This rank's piece of a flat tensor, 1-D."""
+    WHOLE = enum.auto()
+    DTENSOR = enum.auto()
+    SHARDED = enum.auto()
+    """This rank's rows, of what becomes a ShardedTensor or a DTensor."""
+    SCALAR = enum.auto()
+    """A 0-dim tensor, one per source."""
+    OBJECT = enum.auto()
+    """No tensor, one per source."""
+    OPTION = enum.auto()
+    """A tensor among the options of a param group."""
+    MODEL = enum.auto()
+    """A tensor of a model, in the model's own memory."""
+    SKIPPED = enum.auto()
 
 
 @dataclass
@@ -40,23 +62,20 @@ class Leaf:
     """One value to load.
 
     Attributes:
-        kind: ``"local"``: this rank's piece of a flat tensor; ``"whole"``; ``"dtensor"``;
-            ``"scalar"``: 0-dim, one per source; ``"object"``: no tensor, one per source;
-            ``"group"``: a tensor among the options of a param group.
         param: its parameter's id, or None for state that is no parameter's.
         name: the FQN, the name in ``state``, or the key of a group's option.
         path: below the parameter's state.
         sources: FQN -> key in the checkpoint.
-        shape, dtype: of the local tensor; dtype as saved.
-        pieces: where in the local tensor each box lies.
+        shape, dtype: of the local tensor (of kind ``SHARDED``: of the whole); dtype as saved.
+        pieces: where in the local tensor each box lies; None where it is all of it.
         filled: how many elements are read.
         tensor: where it is read to: the optimizer's own, or allocated before reading.
-        live: ``tensor`` is the optimizer's own.
-        like: of kind ``"dtensor"``: how it lies on its mesh.
+        in_place: ``tensor`` is the optimizer's own.
+        like: of kind ``DTENSOR``: how it lies on its mesh.
         extra: lies beside ``state`` and ``param_groups``; ``path`` is below the optimizer.
     """
 
-    kind: str
+    kind: Kind
     param: int | None
     name: str
     path: Path
@@ -66,47 +85,89 @@ class Leaf:
     pieces: dict[MetadataIndex, Piece | None] = field(default_factory=dict)
     filled: int = 0
     tensor: torch.Tensor | None = None
-    live: bool = False
+    in_place: bool = False
     like: Placed | None = None
     extra: bool = False
 
 
 @dataclass
 class LoadSchedule:
-    """Everything that one rank reads for one optimizer.
+    """Everything that one rank reads for one optimizer or model.
 
     Attributes:
         items: the reads.
         leaves: the values that they make up.
-        destinations: ``dest_index`` of a read -> its value, and the piece of it.
-        problems: a line for each thing that does not match.
+        destinations: ``dest_index`` of a read of a tensor -> its value.
+        mismatches: all that does not match.
         keep: parameters that are skipped because of one; their state stays as it is.
         skip: FQNs that are; others of the same flat parameter may be loaded.
     """
 
     items: list[ReadItem] = field(default_factory=list)
     leaves: list[Leaf] = field(default_factory=list)
-    destinations: dict[MetadataIndex, tuple[Leaf, Piece | None]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    destinations: dict[MetadataIndex, Leaf] = field(default_factory=dict)
+    mismatches: list[Mismatch] = field(default_factory=list)
     keep: set[int] = field(default_factory=set)
     skip: set[str] = field(default_factory=set)
 
+    def add_objects(
+        self, param: int | None, name: str, path: Path, sources: dict[str, str]
+    ) -> Leaf:
+        """Read what is no tensor."""
+        leaf = Leaf(Kind.OBJECT, param, name, path, sources)
+        self.leaves.append(leaf)
+        self.items += map(object_item, sources.values())
+        return leaf
 
-EMPTY = ChunkStorageMetadata(torch.Size(()), torch.Size(()))
+    def add_tensor(
+        self,
+        leaf: Leaf,
+        storage: TensorStorageMetadata,
+        wanted: Sequence[Want] = (),
+        *,
+        shape: tuple[int, ...] | None = None,
+    ) -> Leaf:
+        """Load a tensor: read ``wanted`` of its only source, or nothing yet (see :meth:`read`).
+
+        ``shape``: of the local tensor, if not that of the saved one.
+        """
+        leaf.shape = tuple(storage.size) if shape is None else shape
+        leaf.dtype = storage.properties.dtype
+        self.leaves.append(leaf)
+        if wanted:
+            (key,) = leaf.sources.values()
+            self.read(leaf, key, storage, wanted)
+        return leaf
+
+    def read(
+        self, leaf: Leaf, key: str, storage: TensorStorageMetadata, wanted: Sequence[Want]
+    ) -> None:
+        """Read boxes of a saved tensor; the saved boxes must cover them."""
+        items = _covering_reads(key, storage, [chunk for _, chunk in wanted])
+        for piece, chunk in wanted:
+            index = MetadataIndex(key, chunk.offsets)
+            if index in self.destinations:
+                raise CheckpointMismatchError(f"{key}: wanted for two values of the optimizer")
+            leaf.pieces[index] = piece
+            self.destinations[index] = leaf
+        leaf.filled += sum(item.lengths.numel() for item in items)
+        self.items += items
+
+    def join(self, other: LoadSchedule) -> None:
+        """Take over what ``other`` reads."""
+        for index in other.destinations.keys() & self.destinations.keys():
+            raise CheckpointMismatchError(f"{index.fqn}: wanted for two values of the optimizer")
+        self.items += other.items
+        self.leaves += other.leaves
+        self.destinations.update(other.destinations)
+
+    def clear(self) -> None:
+        """Let go of all tensors."""
+        self.leaves.clear()
+        self.destinations.clear()
 
 
-def factored_shapes(sizes: set[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
-    """Whether a state's tensors can be factors of one of ``shape`` (Adafactor's rows and columns).
-
-    Factors differ in shape; all of one wrong shape are those of a parameter of that shape. Where
-    one has the parameter's own shape, the others are not those of another parameter.
-    """
-    if shape in sizes:
-        return True
-    return len(sizes) > 1 and all(set(size) <= {1, *shape} for size in sizes)
-
-
-def covering_reads(
+def _covering_reads(
     key: str, storage: TensorStorageMetadata, chunks: list[ChunkStorageMetadata]
 ) -> list[ReadItem]:
     """The reads that fill ``chunks`` of a saved tensor.
@@ -126,18 +187,12 @@ def covering_reads(
     return items
 
 
+def chunk_of(offsets: Iterable[int], sizes: Iterable[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
 def whole_chunk(storage: TensorStorageMetadata) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size([0] * len(storage.size)), storage.size)
-
-
-def known(storage: TensorStorageMetadata | None) -> TensorStorageMetadata:
-    if storage is None:
-        raise CheckpointMismatchError("expected a tensor entry, found an object")
-    return storage
-
-
-def first_known(stored: Mapping[str, TensorStorageMetadata | None]) -> TensorStorageMetadata:
-    return known(next(iter(stored.values())))
+    return chunk_of([0] * len(storage.size), storage.size)
 
 
 def object_item(key: str) -> ReadItem:

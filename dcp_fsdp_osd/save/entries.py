@@ -18,7 +18,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from dcp_fsdp_osd.checkpoint import opaque_prefix
+from dcp_fsdp_osd.checkpoint import per_rank_prefix
 from dcp_fsdp_osd.containers import Containers, containers_of
 from dcp_fsdp_osd.errors import LayoutError
 from dcp_fsdp_osd.layout.flat import FlatLayout, ParamKind, ParamLayout, Piece, param_id
@@ -336,7 +336,7 @@ def _state_path(key: Path, fqn: str, path: Path) -> Path:
 
 
 def _opaque_path(key: Path, param: ParamLayout, signature: str, path: Path) -> Path:
-    return (*opaque_prefix(key), param.fqns[0], signature, *path)
+    return (*per_rank_prefix(key), param.fqns[0], signature, *path)
 
 
 def _numel(shape: Sequence[int]) -> int:

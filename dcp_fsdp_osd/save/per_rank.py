@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp_fsdp_osd.checkpoint import opaque_prefix
+from dcp_fsdp_osd.checkpoint import per_rank_prefix
 from dcp_fsdp_osd.errors import LayoutError, listed, several
 from dcp_fsdp_osd.save.agree import Report
 from dcp_fsdp_osd.tree import Path, dotted
@@ -94,8 +94,8 @@ def move(path: Path, report: Report) -> Path:
     """Where a rank keeps what it would else write under ``path``."""
     n = report.depth
     if path[n] == "state":
-        return (*opaque_prefix(path[:n]), path[n + 1], report.signature, *path[n + 2 :])
-    return (*opaque_prefix(path[:n]), "", report.signature, *path[n:])
+        return (*per_rank_prefix(path[:n]), path[n + 1], report.signature, *path[n + 2 :])
+    return (*per_rank_prefix(path[:n]), "", report.signature, *path[n:])
 
 
 def stateless_ranks(
@@ -105,7 +105,7 @@ def stateless_ranks(
     wanted = {fqn for report in reports for fqn in report.stateless}
     if not wanted:
         return {}
-    opaque = dotted(opaque_prefix((key,)))
+    opaque = dotted(per_rank_prefix((key,)))
     stateful: set[Any] = set()
     for report, plan in zip(reports, plans, strict=True):
         n = report.depth

@@ -1,7 +1,7 @@
-"""One rank's live state against a checkpoint's: what is read, and what is found to differ.
+"""One rank's current state against a checkpoint's: what is read, and what is found to differ.
 
 A comparison is made from a load that is planned and never finished: its destinations are the
-live tensors, which are compared with what was read elsewhere.
+current tensors, which are compared with what was read elsewhere.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_fsdp_osd.containers import Containers, containers_of, unlike
+from dcp_fsdp_osd.errors import Mismatch
 from dcp_fsdp_osd.layout.flat import param_id
+from dcp_fsdp_osd.load.assemble import saved_containers
 from dcp_fsdp_osd.load.model import ModelLoad
 from dcp_fsdp_osd.load.optim import OptimLoad
-from dcp_fsdp_osd.load.schedule import Leaf
-from dcp_fsdp_osd.tree import Path, digest, dotted, leaves
+from dcp_fsdp_osd.load.protocol import StateLoad
+from dcp_fsdp_osd.load.schedule import Kind, Leaf
+from dcp_fsdp_osd.tree import Path, digest, dotted
 from dcp_fsdp_osd.verify.elements import Ranges, differing
 
-_UNSAVED = "not in the checkpoint"
+_UNMET = "in the checkpoint, but not here"
 
 __all__ = ["Comparison", "Difference", "ModelComparison", "OptimComparison"]
 
@@ -56,28 +59,35 @@ class Difference:
 
 
 class Comparison:
-    """What a planner needs to compare one thing; subclasses know whose it is."""
+    """What a planner needs to compare one thing; subclasses know whose it is.
 
-    def __init__(self, load: OptimLoad | ModelLoad, metadata: Metadata, max_ranges: int) -> None:
+    Args:
+        load: is planned here, and never finished.
+    """
+
+    def __init__(self, load: StateLoad, metadata: Metadata, max_ranges: int) -> None:
         self.load = load
         self._storage: Mapping[str, Any] = metadata.state_dict_metadata
         self._max_ranges = max_ranges
         self._ranges: dict[str, Ranges] = {}  # by key
         self._labels: dict[str, tuple[str, str]] = {}  # key -> FQN and state
-        self._found: list[Difference] = []
+        self._differences: list[Difference] = []
         self._lock = threading.Lock()
         self._schedule = load.plan()
+        for mismatch in self._schedule.mismatches:
+            self._report(mismatch)
 
-    def tell(self, fqn: str, state: str, what: str) -> None:
-        self._found.append(Difference(fqn, state, (), what))
+    def _report(self, mismatch: Mismatch) -> None:
+        difference = Difference(mismatch.fqn, mismatch.state, (), mismatch.what)
+        self._differences.append(difference)
 
     def items(self) -> list[ReadItem]:
         """This rank's reads, of what is there on both sides."""
         raise NotImplementedError
 
-    def live(self, item: ReadItem, like: torch.Tensor) -> torch.Tensor:
-        """The live elements that ``like`` was read of."""
-        raise NotImplementedError
+    def current(self, item: ReadItem, like: torch.Tensor) -> torch.Tensor:
+        """The current elements that ``like`` was read of."""
+        return self.load.destination(item).to(like.dtype)
 
     def finish(self) -> None:
         """Compare what is compared as a whole; all reads are done."""
@@ -89,53 +99,48 @@ class Comparison:
         return dtype if dtype is not None else torch.uint8
 
     def compare(self, item: ReadItem, saved: torch.Tensor) -> None:
-        """Compare ``saved``, which ``item`` was read to, with the live elements."""
+        """Compare ``saved``, which ``item`` was read to, with the current elements."""
         key = item.dest_index.fqn
         at = item.dest_index.offset or torch.Size([0] * saved.dim())
         offsets = [a + b for a, b in zip(at, item.dest_offsets, strict=True)]
         ranges = self._ranges.setdefault(key, Ranges(self._max_ranges))
-        live = self.live(item, saved)
+        current = self.current(item, saved)
         shape = self._storage[key].size
-        for start, stop, count in differing(saved, live, offsets, shape, self._max_ranges):
+        for start, stop, count in differing(saved, current, offsets, shape, self._max_ranges):
             with self._lock:
                 ranges.add(start, stop, count)
 
     def result(self) -> list[Difference]:
         for key, ranges in self._ranges.items():
             if ranges.count:
-                fqn, state = self._labels[key]
                 what = f"{ranges.count} elements differ:"
                 spans = tuple(ranges.spans())
-                self._found.append(Difference(fqn, state, (), what, ranges.count, spans))
-        return list(dict.fromkeys(self._found))
+                difference = Difference(*self._labels[key], (), what, ranges.count, spans)
+                self._differences.append(difference)
+        return list(dict.fromkeys(self._differences))
 
-    def _compare_values(self, fqn: str, state: str, saved: Any, live: Any) -> None:
-        if digest(saved) != digest(live):
-            self.tell(fqn, state, f"{_short(saved)} in the checkpoint, {_short(live)} here")
+    def _compare_values(self, fqn: str, state: str, saved: Any, current: Any) -> None:
+        if digest(saved) != digest(current):
+            self._report(Mismatch(fqn, state, _short(saved), f"{_short(current)} here"))
 
 
 class ModelComparison(Comparison):
     load: ModelLoad
 
     def items(self) -> list[ReadItem]:
-        for line in self._schedule.problems:
-            name, _, what = line.partition(": ")
-            self.tell(name, "", what)
-        wanted = []
+        unwanted = set()
         for leaf in self._schedule.leaves:
-            if leaf.kind != "model":
+            if leaf.kind is not Kind.MODEL:
                 continue
             (key,) = leaf.sources.values()
             self._labels[key] = (leaf.name, "")
-            saved = self.load.guard.dtypes.get(leaf.name, self.load.dtype_of(leaf.name))
-            if saved != leaf.dtype:
-                self.tell(leaf.name, "", f"{leaf.dtype} in the checkpoint, {saved} here")
-                wanted.append(key)
+            own: torch.Tensor = self.load.current[leaf.name]
+            dtype = self.load.guard.dtypes.get(leaf.name, own.dtype)
+            if dtype != leaf.dtype:
+                self._report(Mismatch(leaf.name, "", str(leaf.dtype), f"{dtype} here"))
+                unwanted.add(key)
         self.load.allocate()
-        return [i for i in self._schedule.items if i.dest_index.fqn not in wanted]
-
-    def live(self, item: ReadItem, like: torch.Tensor) -> torch.Tensor:
-        return self.load.destination(item).to(like.dtype)
+        return [item for item in self._schedule.items if item.dest_index.fqn not in unwanted]
 
     def compare(self, item: ReadItem, saved: torch.Tensor) -> None:
         if item.dest_index.fqn in self._labels:
@@ -145,160 +150,140 @@ class ModelComparison(Comparison):
 
     def finish(self) -> None:
         for name, saved in self.load.extra_states().items():
-            self._compare_values(name, "", saved, self.load.live[name])
+            self._compare_values(name, "", saved, self.load.current[name])
 
 
 class OptimComparison(Comparison):
     load: OptimLoad
 
     def items(self) -> list[ReadItem]:
-        for line in self._schedule.problems:
-            label, _, what = line.partition(": ")
-            self.tell(*self._split(label), what)
         unwanted: set[MetadataIndex] = set()
         self._small: list[Leaf] = []
-        self._values = self._live_values()
+        self._values = self.load.current.values()
         for leaf in self._schedule.leaves:
-            if leaf.kind in ("group", "skipped"):
+            if leaf.kind in (Kind.OPTION, Kind.SKIPPED):
                 continue
             for fqn, key in leaf.sources.items():
                 self._labels[key] = (fqn, dotted(leaf.path))
-            live: Any = self._values.get(_place(leaf))
-            if live is None and _place(leaf) not in self._values:
-                for fqn, state in (self._labels[key] for key in leaf.sources.values()):
-                    self.tell(fqn, state, "in the checkpoint, but not here")
-            elif leaf.kind in ("object", "scalar"):
+            current: Any = self._values.get(_place(leaf))
+            if _place(leaf) not in self._values:
+                for key in leaf.sources.values():
+                    self._report(Mismatch(*self._labels[key], found=_UNMET))
+            elif leaf.kind in (Kind.OBJECT, Kind.SCALAR):
                 self._small.append(leaf)
                 continue
-            elif leaf.live or _alike(live, leaf):
-                leaf.tensor = live.detach()
+            elif leaf.in_place or _alike(current, leaf):
+                leaf.tensor = current.detach()
                 continue
             else:
-                saved = f"{leaf.dtype} {leaf.shape}"
-                found = f"{saved} in the checkpoint, {_short(live)} here"
-                self.tell(leaf.name, dotted(leaf.path), found)
+                saved, here = f"{leaf.dtype} {leaf.shape}", f"{_short(current)} here"
+                self._report(Mismatch(leaf.name, dotted(leaf.path), saved, here))
             unwanted.update(leaf.pieces)
             unwanted.update(MetadataIndex(key) for key in leaf.sources.values())
-        self._tell_unsaved()
-        self._tell_containers()
+        self._find_unsaved()
+        self._compare_containers()
         self.load.allocate()
-        return [i for i in self._schedule.items if i.dest_index not in unwanted]
+        return [item for item in self._schedule.items if item.dest_index not in unwanted]
 
-    def _tell_unsaved(self) -> None:
-        """Of live state that nothing in the checkpoint is to be loaded into."""
+    def _find_unsaved(self) -> None:
+        """Current state that nothing in the checkpoint is to be loaded into."""
         wanted = {_place(leaf) for leaf in self._schedule.leaves}
         for owner, path in self._values.keys() - wanted:
             if not isinstance(owner, int):
                 fqn, state = (owner, dotted(path)) if owner else (dotted(path), "")
-                self.tell(fqn, state, _UNSAVED)
+                self._report(Mismatch(fqn, state))
                 continue
             param = self.load.layout.params[owner]
             if owner not in self._schedule.keep and not param.empty:
-                self.tell(param.fqns[0], dotted(path), _UNSAVED)
+                self._report(Mismatch(param.fqns[0], dotted(path)))
 
-    def _tell_containers(self) -> None:
+    def _compare_containers(self) -> None:
         """Of mappings that are of another kind, or have other keys of the same text."""
-        if not self.load.index.knows_containers:
+        load = self.load
+        if not load.index.knows_containers:
             return
         paths: dict[Any, list[Path]] = {}
         for leaf in self._schedule.leaves:
             paths.setdefault("" if leaf.extra else _place(leaf)[0], []).append(leaf.path)
-        live = self.load.with_own_keys
-        for name, state in live.get("state", {}).items():
-            number = param_id(name, self.load.layout)
-            owner = str(name) if number is None else number
-            saved = self.load.index.containers.below(("state", str(name)))
-            fqn = str(name)
+        for name, state in load.current.states.items():
+            number = param_id(name, load.layout)
             if number is not None:
-                saved = self.load.saved_containers(number)
-                fqn = self.load.layout.params[number].fqns[0]
-            self._tell_unlike(fqn, saved, state, paths.get(owner, ()))
-        rest = {k: v for k, v in live.items() if k not in ("state", "param_groups")}
+                saved = saved_containers(load.index, load.layout, number)
+                fqn = load.layout.params[number].fqns[0]
+                self._compare_mappings(fqn, saved, state, paths.get(number, ()))
+            else:
+                saved = load.index.containers.below(("state", str(name)))
+                self._compare_mappings(str(name), saved, state, paths.get(str(name), ()))
+        sections = ("state",), ("param_groups",)
         saved = Containers(
-            (p, c)
-            for p, c in self.load.index.containers.items()
-            if p[:1] not in (("state",), ("param_groups",))
+            (path, each) for path, each in load.index.containers.items() if path[:1] not in sections
         )
-        self._tell_unlike("", saved, rest, paths.get("", ()))
+        self._compare_mappings("", saved, load.current.extras, paths.get("", ()))
 
-    def _tell_unlike(self, fqn: str, saved: Containers, live: Any, paths: Sequence[Path]) -> None:
-        for line in unlike(saved, containers_of(live, (), strict=False), paths):
-            where, _, what = line.partition(": ")
-            self.tell(fqn or where, where if fqn else "", what)
-
-    def _live_values(self) -> dict[tuple[Any, Path], Any]:
-        values: dict[tuple[Any, Path], Any] = {}
-        for name, state in self.load.live.get("state", {}).items():
-            number = param_id(name, self.load.layout)
-            for path, value in leaves(state):
-                values[number if number is not None else str(name), path] = value
-        for name, value in self.load.live.items():
-            if name not in ("state", "param_groups"):
-                values.update(((None, p), v) for p, v in leaves(value, (str(name),)))
-        return values
-
-    def _split(self, label: str) -> tuple[str, str]:
-        """``"a.weight.exp_avg"`` as FQN and state."""
-        known = [n for n in self.load.names() if label.startswith(n + ".")]
-        fqn = max(known, key=len, default=label)
-        return fqn, label[len(fqn) + 1 :]
-
-    def live(self, item: ReadItem, like: torch.Tensor) -> torch.Tensor:
-        return self.load.destination(item)
+    def _compare_mappings(
+        self, fqn: str, saved: Containers, current: Any, paths: Sequence[Path]
+    ) -> None:
+        mine = containers_of(current, (), strict=False)
+        for path, found, here in unlike(saved, mine, paths):
+            where = (fqn, dotted(path)) if fqn else (dotted(path), "")
+            self._report(Mismatch(*where, found, here))
 
     def compare(self, item: ReadItem, saved: torch.Tensor) -> None:
-        leaf, _ = self._schedule.destinations[item.dest_index]
-        if leaf.kind in ("scalar", "group"):
+        if self._schedule.destinations[item.dest_index].kind in (Kind.SCALAR, Kind.OPTION):
             self.load.destination(item).copy_(saved)
         else:
             super().compare(item, saved)
 
     def finish(self) -> None:
+        read = {**self.load.objects, **self.load.scalars}
         for leaf in self._small:
-            live = self._values[_place(leaf)]
+            current = self._values[_place(leaf)]
             for fqn, key in leaf.sources.items():
-                saved = self.load.objects.get(key, self.load.scalars.get(key))
-                self._compare_values(fqn, dotted(leaf.path), saved, live)
+                self._compare_values(fqn, dotted(leaf.path), read.get(key), current)
         self._compare_groups()
 
     def _compare_groups(self) -> None:
         """Options by FQN, as a load matches them; ``params`` and ``param_names`` are no options."""
-        saved = self.load._saved_groups()
-        layout = self.load.layout
+        saved = self.load.saved_groups()
+        layout, index = self.load.layout, self.load.index
         home: dict[str, Any] = {}
         for group, members in saved.members.items():
             home.update((layout.resolve(name) or name, group) for name in members)
         for number, (ids, now) in enumerate(
-            zip(layout.groups, self.load.live["param_groups"], strict=True)
+            zip(layout.groups, self.load.current.groups, strict=True)
         ):
             fqns = [fqn for i in ids for fqn in layout.params[i].fqns]
-            for fqn in fqns:
-                absent = fqn not in home and fqn not in self.load.index.state
-                if absent and self.load.index.known_groups() is None:  # else it was told before
-                    self.tell(fqn, "", _UNSAVED)
+            if index.known_groups() is None:  # else they were mismatches of the plan
+                for fqn in fqns:
+                    if fqn not in home and fqn not in index.state:
+                        self._report(Mismatch(fqn))
             for group in dict.fromkeys(home[fqn] for fqn in fqns if fqn in home):
-                theirs = saved.options.get(group, {})
-                mine = {k: v for k, v in now.items() if k not in ("params", "param_names")}
-                for name in sorted(theirs.keys() | mine.keys()):
-                    where = f"param_groups.{number}"
-                    if name not in theirs:
-                        self.tell(where, name, _UNSAVED)
-                    elif name not in mine:
-                        self.tell(where, name, "in the checkpoint, but not here")
-                    else:
-                        self._compare_values(where, name, theirs[name], mine[name])
+                self._compare_options(number, saved.options.get(group, {}), now)
+
+    def _compare_options(
+        self, number: int, saved: Mapping[str, Any], current: Mapping[str, Any]
+    ) -> None:
+        mine = {k: v for k, v in current.items() if k not in ("params", "param_names")}
+        for name in sorted(saved.keys() | mine.keys()):
+            where = f"param_groups.{number}"
+            if name not in saved:
+                self._report(Mismatch(where, name))
+            elif name not in mine:
+                self._report(Mismatch(where, name, _UNMET))
+            else:
+                self._compare_values(where, name, saved[name], mine[name])
 
 
 def _place(leaf: Leaf) -> tuple[Any, Path]:
-    """Where a leaf lies in the live state dict, as ``_live_values`` has it."""
+    """Where a leaf lies in the current state dict, as ``Current.values`` has it."""
     if leaf.extra:
         return None, leaf.path
     return (leaf.param if leaf.param is not None else leaf.name), leaf.path
 
 
-def _alike(live: Any, leaf: Leaf) -> bool:
-    tensor = isinstance(live, torch.Tensor)
-    return tensor and tuple(live.shape) == leaf.shape and live.dtype == leaf.dtype
+def _alike(current: Any, leaf: Leaf) -> bool:
+    tensor = isinstance(current, torch.Tensor)
+    return tensor and tuple(current.shape) == leaf.shape and current.dtype == leaf.dtype
 
 
 def _short(value: Any) -> str:

@@ -191,8 +191,8 @@ class _Found:
 
     rank: int
     differences: list[Difference] = dataclasses.field(default_factory=list)
-    names: list[str] = dataclasses.field(default_factory=list)
-    saved: list[str] = dataclasses.field(default_factory=list)
+    names: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
     error: str = ""
 
 
@@ -253,7 +253,7 @@ class _ComparingPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.comparison.load.objects[read_item.dest_index.fqn] = load_object(value)
+        self.comparison.load.take_object(read_item.dest_index.fqn, load_object(value))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return torch.empty(tuple(read_item.lengths), dtype=self.comparison.dtype_of(read_item))
@@ -265,7 +265,8 @@ class _ComparingPlanner(LoadPlanner):
         """Compare what could not be before all reads were done, and tell it all to ``found``."""
         self.comparison.finish()
         found.differences = self.comparison.result()
-        found.names, found.saved = self.comparison.load.names(), self.comparison.load.saved_names()
+        report = self.comparison.load.report()
+        found.names, found.saved = report.names, report.saved_names
 
 
 def _parts(item: ReadItem, itemsize: int) -> Iterator[ReadItem]:
