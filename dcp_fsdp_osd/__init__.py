@@ -17,13 +17,17 @@ from dcp_fsdp_osd.errors import (
     UnsafeCheckpointError,
     UnsupportedTorchError,
 )
+from dcp_fsdp_osd.exchange.decide import Broadcast
 from dcp_fsdp_osd.layout import FlatLayout
 from dcp_fsdp_osd.load.planner import FlatOptimLoadPlanner
+from dcp_fsdp_osd.load.protocol import Form
 from dcp_fsdp_osd.save.planner import FlatOptimSavePlanner
 from dcp_fsdp_osd.stateful.model import FlatModelState
 from dcp_fsdp_osd.stateful.optim import FlatOptimState
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter, latest
 from dcp_fsdp_osd.storage.full_state import FullStateReader
+from dcp_fsdp_osd.storage.store import Backend, Store, StoreConfig
+from dcp_fsdp_osd.storage.transfer import RetryPolicy
 from dcp_fsdp_osd.verify import (
     Difference,
     Verification,
@@ -32,6 +36,8 @@ from dcp_fsdp_osd.verify import (
 )
 
 __all__ = [
+    "Backend",
+    "Broadcast",
     "CheckpointMismatchError",
     "CorruptCheckpointError",
     "Difference",
@@ -42,9 +48,13 @@ __all__ = [
     "FlatOptimLoadPlanner",
     "FlatOptimSavePlanner",
     "FlatOptimState",
+    "Form",
     "FullStateReader",
     "LayoutError",
+    "RetryPolicy",
     "StorageError",
+    "Store",
+    "StoreConfig",
     "StreamingReader",
     "StreamingWriter",
     "UnsafeCheckpointError",

@@ -88,14 +88,14 @@ class CheckpointIndex:
         return [name for name in (self.one_state, self.one_list) if name is not None]
 
     def options(self) -> set[str]:
-        """Names of the param groups' options, as far as metadata tells them."""
+        """Names of the param groups' options, as far as metadata has them."""
         return {str(path[0]) for paths in self.groups.values() for path in paths if path} - {
             "params",
             "param_names",
         }
 
     def known_groups(self) -> list[list[str]] | None:
-        """The FQNs of each group where metadata alone tells them; None if they must be read."""
+        """The FQNs of each group where metadata alone has them; None if they must be read."""
         if self.info is not None and self.info.groups is not None:
             return [list(fqns) for fqns in self.info.groups]
         if self.flattened:
@@ -110,7 +110,7 @@ def index_checkpoint(
 
     Args:
         path: where the optimizer lies in the state dict, e.g. ``("optim",)``.
-        fqns: names that parameters have now; needed to tell FQN and state name apart where the
+        fqns: names that parameters have now; needed to separate FQN and state name where the
             checkpoint's paths do not.
     """
     planner_data = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
@@ -124,8 +124,8 @@ def index_checkpoint(
             where = (*path, name[len(key) + 1 :])
         if where[: len(hidden)] == hidden:
             fqn, signature, *rest = where[len(hidden) :]
-            found = index.per_rank.setdefault(str(fqn), {}).setdefault(str(signature), {})
-            found[tuple(rest)] = name
+            by_signature = index.per_rank.setdefault(str(fqn), {})
+            by_signature.setdefault(str(signature), {})[tuple(rest)] = name
         elif where[: len(path)] == path:
             index.paths[name] = where[len(path) :]
             _place(index, where[len(path) :], name, known)

@@ -44,7 +44,7 @@ def _json(value: Any) -> Any:
 
 
 class OptimClass:
-    """A live optimizer's class beside the one that a checkpoint's state is of.
+    """An optimizer's class beside the one that a checkpoint's state is of.
 
     Args:
         optim: is not stepped, and not changed.
@@ -89,7 +89,7 @@ class OptimClass:
         dims: int,
         names: frozenset[str],
         *,
-        live: frozenset[str] = frozenset(),
+        current: frozenset[str] = frozenset(),
     ) -> str:
         """Why a step could not use the state that is saved of a parameter; empty if it could.
 
@@ -99,17 +99,17 @@ class OptimClass:
             number: of the parameter, whose group's options count.
             dims: of the parameter on this rank.
             names: of the state that is saved.
-            live: of the state that it is loaded into, if there is any.
+            current: of the state that it is loaded into, if there is any.
         """
         if not names:
             return ""
-        missing = "" if live else self.lacking(number, dims, names)
+        missing = "" if current else self.lacking(number, dims, names)
         if missing:
             return (
                 f"expected {missing!r} in the checkpoint, without which {self.name} does not make "
                 f"a step, found state {', '.join(sorted(names))} of {self.saved_by()}"
             )
-        makes = live or self.makes(number, dims)
+        makes = current or self.makes(number, dims)
         if makes is not None and names - makes:
             self._foreign.setdefault(tuple(sorted(names - makes)), []).extend(fqns)
         return ""

@@ -172,7 +172,7 @@ class Assembly:
         return value
 
     def _containers(self, saved: Containers, current: Any, paths: Sequence[Path]) -> Containers:
-        """``saved``, and those of ``current`` where the checkpoint does not tell.
+        """``saved``, and those of ``current`` where the checkpoint does not say.
 
         Args:
             paths: of the values that were loaded.
@@ -188,10 +188,10 @@ class Assembly:
 def saved_containers(index: CheckpointIndex, layout: FlatLayout, number: int) -> Containers:
     """The mappings that the checkpoint has of one parameter's state."""
     names = [name for fqn in layout.params[number].fqns for name in layout.names_of(fqn)]
-    found = Containers()
+    containers = Containers()
     for name in reversed(names):
-        found.update(index.containers.below(("state", name)))
-    return found
+        containers.update(index.containers.below(("state", name)))
+    return containers
 
 
 def _plain(value: Any) -> Any:

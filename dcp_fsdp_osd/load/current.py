@@ -65,8 +65,8 @@ class Current:
 
     @property
     def groups(self) -> Sequence[Mapping[str, Any]]:
-        found: Sequence[Mapping[str, Any]] = self.given.get("param_groups") or self._optim_groups
-        return found
+        own: Sequence[Mapping[str, Any]] | None = self.given.get("param_groups")
+        return own or self._optim_groups
 
     def group_ids(self) -> list[list[Any]]:
         """The parameters of each group as the state dict names them."""

@@ -47,18 +47,18 @@ def read_groups(
     read: dict[int | str, dict[str, Any]] = {}
     if index.one_list is not None:
         read.update(enumerate(map(dict, values[index.one_list])))
-    for group, options in index.groups.items():
-        found: dict[str, Any] = {}
-        for path, key in options.items():
-            put_value(found, path, values[key])
-        read[group] = remade(found, index.containers.below(("param_groups", group)))
+    for group, by_path in index.groups.items():
+        tree: dict[str, Any] = {}
+        for path, key in by_path.items():
+            put_value(tree, path, values[key])
+        read[group] = remade(tree, index.containers.below(("param_groups", group)))
     saved = SavedGroups()
-    for group, found in read.items():
-        members = found.pop("params", None)
-        found.pop("param_names", None)  # of the wrapping then; the current ones stay
+    for group, options in read.items():
+        members = options.pop("params", None)
+        options.pop("param_names", None)  # of the wrapping then; the current ones stay
         names = [group] if members is None else members
         saved.members[group] = [fqn(str(name)) for name in names]
-        saved.options[group] = found
+        saved.options[group] = options
     return saved
 
 
@@ -111,7 +111,9 @@ def match_groups(
             if isinstance(value, torch.Tensor) and isinstance(now.get(name), torch.Tensor):
                 taken[name] = value.to(now[name].device)
         options = {**{k: v for k, v in now.items() if k != "params"}, **taken}
-        result.append(copy.deepcopy(options))  # nothing is shared with another group, or is live
+        result.append(
+            copy.deepcopy(options)
+        )  # nothing is shared with another group, or is the optimizer's own
     if conflicts:
         raise CheckpointMismatchError(
             f"{key}: expected one value for each option of a param group, found that groups with "

@@ -67,14 +67,14 @@ class SavedParams:
     def nothing(self) -> bool:
         """Whether the checkpoint has nothing of the optimizer that could be read: a mismatch."""
         if self.index.by_number:
-            found = _BY_NUMBER
+            what = _BY_NUMBER
         elif not self.index.empty:
             return False
         elif self.index.one_object:
-            found = _ONE_OBJECT
+            what = _ONE_OBJECT
         else:
-            found = "nothing in the checkpoint under this key"
-        self.schedule.mismatches.append(Mismatch(self.key, found=found))
+            what = "nothing in the checkpoint under this key"
+        self.schedule.mismatches.append(Mismatch(self.key, found=what))
         self.schedule.keep.update(range(len(self.layout.params)))
         return True
 

@@ -257,7 +257,7 @@ class OptimLoad:
         return read_groups(self.index, {**tensors, **self.objects}, self.fqn)
 
     def fqn(self, name: str) -> str:
-        """``name`` without the names of wrappers, where that can be told."""
+        """``name`` without the names of wrappers, where that is known."""
         return unwrapped(name, self.layout) or name
 
     def hand_over(self) -> None:

@@ -155,12 +155,12 @@ class _Planner:
         keys = self.saved.keys(sources)
         if self._unusable(number, param, [*keys.values(), *per_rank]):
             return None
-        found = self.codec.check(number, keys, whole=False)
-        if not found:
+        wrongs = self.codec.check(number, keys, whole=False)
+        if not wrongs:
             plan = _ParamPlan(self, number, param, current)
-            found = plan.add_all(sources, per_rank)
-        self.mismatches += found
-        if found:
+            wrongs = plan.add_all(sources, per_rank)
+        self.mismatches += wrongs
+        if wrongs:
             return None
         self.mismatches += plan.take_current()
         blank = [f for f in param.fqns if f not in sources and f not in self.schedule.skip]
@@ -177,7 +177,7 @@ class _Planner:
         names = frozenset(str(path[0]) for path in paths if path)
         current = frozenset(map(str, self.current_of.get(number) or ()))
         dims = self.target.params[number].dim()
-        problem = self.optim_class.check(number, param.fqns, dims, names, live=current)
+        problem = self.optim_class.check(number, param.fqns, dims, names, current=current)
         if problem:
             self.mismatches.append(Mismatch(param.fqns[0], found=problem))
         return bool(problem)

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from dcp_fsdp_osd.errors import (
     CheckpointMismatchError,
     ExchangeError,
-    LayoutError,
     Mismatch,
     listed,
     portable_errors,
@@ -39,12 +38,9 @@ from dcp_fsdp_osd.errors import (
 from dcp_fsdp_osd.exchange.decide import Broadcast, describe, plan_reads
 from dcp_fsdp_osd.exchange.regions import in_order
 from dcp_fsdp_osd.exchange.worker import Exchange, ExchangeStats
-from dcp_fsdp_osd.fsdp.optim import Target, check_unwrapped, describe_target
+from dcp_fsdp_osd.fsdp.optim import Target, describe_target
 from dcp_fsdp_osd.load.agree import Agreed, RankReport, agree, reports_of
-from dcp_fsdp_osd.load.current import is_flat_form
-from dcp_fsdp_osd.load.forms import FormLoad
-from dcp_fsdp_osd.load.model import ModelLoad
-from dcp_fsdp_osd.load.optim import OptimLoad
+from dcp_fsdp_osd.load.begin import begin_loads, known_optims
 from dcp_fsdp_osd.load.protocol import Form, StateLoad
 from dcp_fsdp_osd.load.schedule import load_object
 from dcp_fsdp_osd.misuse.arguments import (
@@ -58,11 +54,8 @@ from dcp_fsdp_osd.misuse.arguments import (
 from dcp_fsdp_osd.misuse.flat_form import check_rest
 from dcp_fsdp_osd.misuse.in_use import InUse
 from dcp_fsdp_osd.misuse.waiting import watched
-from dcp_fsdp_osd.stateful.guard import guarded
-from dcp_fsdp_osd.stateful.model import ModelGuard
-from dcp_fsdp_osd.stateful.optim import OptimGuard
 from dcp_fsdp_osd.storage.identity import identify
-from dcp_fsdp_osd.tree import dotted, find_optim, put_in_place, with_optim_removed
+from dcp_fsdp_osd.tree import put_in_place, with_optim_removed
 
 __all__ = ["FlatOptimLoadPlanner"]
 
@@ -250,46 +243,20 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             self._exchange.failed(ExchangeError("the load was given up"))
         self._loads, self._owner, self._pending, self.skipped = {}, {}, set(), []
         self._items, self._exchange, self.exchanged = [], None, None
-        targets, optims = dict(self._targets), dict(self._optims)
-        for path, _, guard in guarded(state_dict, OptimGuard):  # knows better than the planner
-            guard.known()
-            if guard.target is None or guard.optim is None:
-                raise LayoutError(
-                    f"{dotted(path)}: expected the state dict of a FlatOptimState as it returned "
-                    f"it, found a copy, which has lost the optimizer that it is of"
-                )
-            targets[dotted(path)], optims[dotted(path)] = guard.target, guard.optim
-        for key, target in targets.items():
-            self._check_target(key, target, optims[key])
-            path, value = find_optim(state_dict, key)
-            if not is_flat_form(value, target.layout):
-                continue  # DCP's default way is the right one
-            about: Any = {"optim": optims[key], "metadata": metadata, "strict": self._strict}
-            if value or self._form == "flat":
-                self._loads[key] = OptimLoad(target, path, value, **about)
-            else:
-                idle = self._rank0_only and not is_coordinator
-                form = self._form
-                self._loads[key] = FormLoad(target, path, value, form=form, idle=idle, **about)
-        for path, value, _ in guarded(state_dict, ModelGuard):
-            self._loads[dotted(path)] = ModelLoad(path, value, metadata=metadata)
+        optims = {key: (target, self._optims[key]) for key, target in self._targets.items()}
+        optims = known_optims(state_dict, optims, has_model=self._has_model)
+        self._loads = begin_loads(
+            state_dict,
+            optims,
+            metadata,
+            strict=self._strict,
+            form=self._form,
+            idle=self._rank0_only and not is_coordinator,
+        )
         rest = with_optim_removed(state_dict, [load.path for load in self._loads.values()])
-        check_rest(rest, targets, metadata, told=bool(self._targets))
+        check_rest(rest, optims, metadata, with_optims=bool(self._targets))
         super().set_up_planner(rest, metadata, is_coordinator)
         self._given = state_dict
-
-    def _check_target(self, key: str, target: Target, optim: torch.optim.Optimizer) -> None:
-        """Raise LayoutError unless model and optimizer are as they were."""
-        target.layout.check()
-        if self._has_model:
-            check_unwrapped(target.layout, target.params)
-        expected = tuple(map(len, target.layout.groups))
-        sizes = tuple(len(group["params"]) for group in optim.param_groups)
-        if sizes != expected:
-            raise LayoutError(
-                f"{key}: expected param groups of {expected} parameters, found {sizes}: make a new "
-                f"planner after add_param_group"
-            )
 
     @portable_errors()
     def create_local_plan(self) -> LoadPlan:

@@ -28,7 +28,7 @@ class LoadReport:
     """What one rank knows of one load; travels with its local plan.
 
     Attributes:
-        mismatches: of this rank; one that others have too is told once.
+        mismatches: of this rank; one that others have too is printed once.
         names: of parameters and entries that this rank has a use for, under any of their names.
         saved_names: that the checkpoint has. What no rank has a use for does not match either.
         unused: what is said of those: ``"optimizer has no such parameter"``.
@@ -66,7 +66,7 @@ class StateLoad(Protocol):
         """
 
     def report(self) -> LoadReport:
-        """What this rank has to tell the others of the plan."""
+        """What the other ranks have to know of the plan."""
 
     def allocate(self) -> None:
         """Make the tensors that are not there yet, each with memory of its own."""

@@ -29,7 +29,7 @@ def check_rest(
     keys: Mapping[str, Any],
     metadata: Metadata | None = None,
     *,
-    told: bool = True,
+    with_optims: bool = True,
 ) -> None:
     """Refuse optimizers in what is to go DCP's default way.
 
@@ -37,7 +37,7 @@ def check_rest(
         rest: the state dict without what a planner takes itself.
         keys: where the planner has found optimizers.
         metadata: of the checkpoint that is loaded; None for a save.
-        told: the planner was told of a model and optimizer; else it takes Statefuls alone.
+        with_optims: the planner was made with a model and optimizer; else it takes Statefuls alone.
 
     Raises:
         LayoutError: (a save) the state dict of another optimizer, whose tensors may be one rank's.
@@ -50,14 +50,14 @@ def check_rest(
     for path, value in dicts(rest):
         where = dotted(path)
         if not value:
-            found = "an empty dict, which would stay empty, where the checkpoint has an optimizer"
+            what = "an empty dict, which would stay empty, where the checkpoint has an optimizer"
             wrong = any(key.startswith(f"{where}.param_groups") for key in saved)
         else:
-            found = (
+            what = (
                 "the state dict of another optimizer with parameter numbers for keys, of which "
                 "DCP's default way would keep one rank's pieces"
             )
-            wrong = _looks_flat(value) if told else _has_numbers(value)
+            wrong = _looks_flat(value) if with_optims else _has_numbers(value)
         if wrong:
             several = "".join(f"{key!r}: ..., " for key in keys)
             remedy = (
@@ -67,7 +67,7 @@ def check_rest(
                 else f"{planner}(model, optim, key={where!r})"
             )
             raise error(
-                f"expected optimizers under {_list(keys)} only, found at {where!r} {found}: put "
+                f"expected optimizers under {_list(keys)} only, found at {where!r} {what}: put "
                 f"FlatOptimState(model, optim) there, which needs no argument of the planner, or "
                 f"pass {remedy}"
             )

@@ -22,7 +22,7 @@ class InUse:
     """Who uses a planner now. DCP calls all of a planner's planning methods from one thread.
 
     The plans that a planner returns are alive for as long as the save or load is under way, and
-    longer by nothing but an error's traceback, so that nobody needs to tell that it has ended.
+    longer by nothing but an error's traceback, so that nobody needs to say that it has ended.
     """
 
     def __init__(self) -> None:

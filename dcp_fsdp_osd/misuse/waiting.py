@@ -36,7 +36,7 @@ P = TypeVar("P")
 
 
 def watched(plan: P, what: str) -> P:
-    """``plan``; while it is alive it is gathered, and the log tells of whom that waits for.
+    """``plan``; while it is alive it is gathered, and the log says for whom that waits.
 
     Args:
         plan: a local plan that nobody but DCP keeps.
@@ -66,7 +66,7 @@ class _Watch:
             self._store = dist.PrefixStore("dcp_fsdp_osd/waiting", job_store())  # type: ignore[attr-defined]
             self._watch()
         except Exception as error:  # nobody waits for this thread, and DCP's own error will come
-            logger.debug("cannot tell which ranks %s waits for: %s", self._what, error)
+            logger.debug("cannot find out which ranks %s waits for: %s", self._what, error)
 
     def _watch(self) -> None:
         report = 2 * AFTER
@@ -76,7 +76,7 @@ class _Watch:
                 if self._ended.is_set() or not self._waits():
                     return
                 if missing:
-                    self._tell(missing)
+                    self._report(missing)
                     report = 2 * (time.monotonic() - self._begin)
 
     def _sign(self) -> bool:
@@ -116,7 +116,7 @@ class _Watch:
             frame = frame.f_back
         return False
 
-    def _tell(self, missing: list[int]) -> None:
+    def _report(self, missing: list[int]) -> None:
         logger.warning(
             "rank %d has waited %.0f s for all ranks to begin the %s. Not heard of: %s, of %d. "
             "All ranks of its process group must call it; if that is not the whole job, ranks "

@@ -256,7 +256,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         models = [(path, value) for path, value, _ in guarded(state_dict, ModelGuard)]
         taken = [path for path, _ in [*flat.values(), *models]]
         rest = with_optim_removed(state_dict, taken)
-        check_rest(rest, layouts, told=bool(self._layouts))
+        check_rest(rest, layouts, with_optims=bool(self._layouts))
         super().set_up_planner(rest, storage_meta, is_coordinator)
         for path, value in models:
             entries = model_entries(value, path)

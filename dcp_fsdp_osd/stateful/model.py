@@ -158,18 +158,18 @@ def _names_of_tensors(model: nn.Module) -> Iterator[list[str]]:
 def _outside(model: nn.Module, taken: set[tuple[int, str]]) -> Iterator[tuple[str, Any]]:
     """What ``model.state_dict()`` has beside FSDP1's parameters."""
     for module, prefixes in module_names(model).items():
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, param in module._parameters.items():
             flat = getattr(param, "_is_flat_param", False)
             if param is not None and not flat and (id(module), name) not in taken:
-                found[name] = param.detach()
+                values[name] = param.detach()
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[name] = buffer.detach()
+                values[name] = buffer.detach()
         if _has_extra_state(module):
-            found[_EXTRA_STATE] = module.get_extra_state()
+            values[_EXTRA_STATE] = module.get_extra_state()
         for prefix in prefixes:
-            yield from ((join_name(prefix, name), value) for name, value in found.items())
+            yield from ((join_name(prefix, name), value) for name, value in values.items())
 
 
 def _has_extra_state(module: nn.Module) -> bool:

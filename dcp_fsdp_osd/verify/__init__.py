@@ -1,4 +1,4 @@
-"""Is what lies in a checkpoint what is live, bit for bit?"""
+"""Is what lies in a checkpoint what is current, bit for bit?"""
 
 from dcp_fsdp_osd.verify.comparison import Difference
 from dcp_fsdp_osd.verify.planner import Verification, verify_model_state, verify_optim_state

@@ -33,7 +33,7 @@ __all__ = ["Comparison", "Difference", "ModelComparison", "OptimComparison"]
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Difference:
-    """One entry that is not the same in the checkpoint and live.
+    """One entry that is not the same in the checkpoint and now.
 
     Attributes:
         fqn: the parameter, buffer or name in ``state``; ``"param_groups.<i>"`` for options.
@@ -154,7 +154,18 @@ class ModelComparison(Comparison):
 
 
 class OptimComparison(Comparison):
+    """Args: as of ``Comparison``, and
+
+    prefix: of the names of param groups, where there are several optimizers.
+    """
+
     load: OptimLoad
+
+    def __init__(
+        self, load: OptimLoad, metadata: Metadata, max_ranges: int, *, prefix: str = ""
+    ) -> None:
+        super().__init__(load, metadata, max_ranges)
+        self._prefix = prefix
 
     def items(self) -> list[ReadItem]:
         unwanted: set[MetadataIndex] = set()
@@ -265,7 +276,7 @@ class OptimComparison(Comparison):
     ) -> None:
         mine = {k: v for k, v in current.items() if k not in ("params", "param_names")}
         for name in sorted(saved.keys() | mine.keys()):
-            where = f"param_groups.{number}"
+            where = f"{self._prefix}param_groups.{number}"
             if name not in saved:
                 self._report(Mismatch(where, name))
             elif name not in mine:

@@ -1,7 +1,7 @@
-"""Is what lies in a checkpoint what is live, bit for bit?  Without a second copy of either.
+"""Is what lies in a checkpoint what is current, bit for bit?  Without a second copy of either.
 
 Each rank reads its own elements again, a few MiB at a time into scratch that it lets go at once,
-and compares.  No tensor crosses between ranks; only what differs is told to all.
+and compares.  No tensor crosses between ranks; only what differs is reported to all.
 
 Replaces ``_verify_osd_by_load`` of ``torch.testing._internal.distributed.common_state_dict``, which
 gathers the state, loads it into a second optimizer and compares the two.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -81,14 +81,14 @@ class Verification:
 
 def verify_optim_state(
     model: nn.Module,
-    optim: torch.optim.Optimizer,
+    optim: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
     checkpoint: str | os.PathLike[str] | StorageReader,
     *,
     key: str = "optim",
     process_group: dist.ProcessGroup | None = None,
     max_ranges: int = 16,
 ) -> Verification:
-    """Where a checkpoint and a live optimizer differ: in state, in what has state, in options.
+    """Where a checkpoint and an optimizer differ: in state, in what has state, in options.
 
     Collective over ``process_group`` (of all that loads the checkpoint; by default the default
     group). Values are compared bit for bit, NaNs too; a scalar may be on any device. Nothing is
@@ -97,9 +97,11 @@ def verify_optim_state(
     what it needs besides is its own matter. Values that are no tensors are read whole.
 
     Args:
+        optim: an optimizer, or a mapping from key to optimizer for several, which are compared one
+            after the other; groups are then ``"<key>.param_groups.<i>"``.
         checkpoint: a path or URL, or a reader.
-        key: where the optimizer lies in the checkpoint.
-        max_ranges: most element ranges that are told of one tensor.
+        key: where the optimizer lies in the checkpoint. Not used with a mapping.
+        max_ranges: most element ranges that are reported of one tensor.
 
     Returns:
         The same on every rank: ``.ok`` if all is the same; iterating gives what differs. Padding
@@ -110,19 +112,28 @@ def verify_optim_state(
         FlatOptimError: on every rank, if comparing what was read failed on any.
     """
 
-    check_optim(model, optim, "verify_optim_state")
+    check_optim(model, optim, "verify_optim_state", several=optim is not None)
+    one = isinstance(optim, torch.optim.Optimizer)
+    optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim)
+    if not optims:
+        raise ValueError("verify_optim_state: expected an optimizer, found an empty mapping")
+    differences: list[Difference] = []
+    for name, each in optims.items():
 
-    def begin(metadata: Metadata) -> Comparison:
-        target = describe_target(model, optim)
-        target.layout.check()
-        value = FlatOptimState(model, optim).state_dict()
-        path = tuple(key.split("."))
-        plan = OptimLoad(target, path, value, optim=optim, metadata=metadata, strict=True)
-        return OptimComparison(plan, metadata, max_ranges)
+        def begin(
+            metadata: Metadata, key: str = name, optim: torch.optim.Optimizer = each
+        ) -> Comparison:
+            target = describe_target(model, optim)
+            target.layout.check()
+            value = FlatOptimState(model, optim).state_dict()
+            path = tuple(key.split("."))
+            plan = OptimLoad(target, path, value, optim=optim, metadata=metadata, strict=True)
+            prefix = "" if one else f"{key}."
+            return OptimComparison(plan, metadata, max_ranges, prefix=prefix)
 
-    return Verification(
-        f"{type(optim).__name__} {key!r}", _verify(begin, checkpoint, process_group)
-    )
+        differences += _verify(begin, checkpoint, process_group)
+    what = ", ".join(f"{type(each).__name__} {name!r}" for name, each in optims.items())
+    return Verification(what, tuple(differences))
 
 
 def verify_model_state(
@@ -133,7 +144,7 @@ def verify_model_state(
     process_group: dist.ProcessGroup | None = None,
     max_ranges: int = 16,
 ) -> Verification:
-    """Where a checkpoint and a live model's weights, buffers and extra states differ.
+    """Where a checkpoint and a model's current weights, buffers and extra states differ.
 
     As :func:`verify_optim_state`. Of tied parameters the first name that the checkpoint has is
     compared; buffers that FSDP1 keeps in a lower precision are compared as they are saved.
@@ -170,23 +181,23 @@ def _verify(
     planner = _ComparingPlanner(begin, parts=isinstance(reader, StreamingReader))
     load({}, storage_reader=reader, planner=planner, process_group=group)
     failure: Exception | None = None
-    found = _Found(dist.get_rank() if dist.is_initialized() else 0)
+    report = _RankReport(dist.get_rank() if dist.is_initialized() else 0)
     try:
-        planner.finish(found)
-    except Exception as error:  # told to all ranks, which are about to wait for this one
-        failure, found.error = error, f"{type(error).__name__}: {error}"
-    told = [found]
+        planner.finish(report)
+    except Exception as error:  # reported to all ranks, which are about to wait for this one
+        failure, report.error = error, f"{type(error).__name__}: {error}"
+    reports = [report]
     if dist.is_initialized():
-        told = [found] * dist.get_world_size(group)
-        dist.all_gather_object(told, found, group=group)
-    failed = [f"rank {each.rank}: {each.error}" for each in told if each.error]
+        reports = [report] * dist.get_world_size(group)
+        dist.all_gather_object(reports, report, group=group)
+    failed = [f"rank {each.rank}: {each.error}" for each in reports if each.error]
     if failed:
         raise FlatOptimError("comparing failed:\n  " + listed(failed)) from failure
-    return _merged(told)
+    return _merged(reports)
 
 
 @dataclasses.dataclass
-class _Found:
+class _RankReport:
     """What one rank has found, and the names that it has a use for."""
 
     rank: int
@@ -196,11 +207,11 @@ class _Found:
     error: str = ""
 
 
-def _merged(told: list[_Found]) -> tuple[Difference, ...]:
+def _merged(reports: list[_RankReport]) -> tuple[Difference, ...]:
     """One tuple from those of all ranks: what several found alike is one difference."""
-    known = {name for each in told for name in each.names}
+    known = {name for each in reports for name in each.names}
     ranks: dict[Difference, list[int]] = {}
-    for each in told:
+    for each in reports:
         extra = [
             Difference(name, "", (), "in the checkpoint, but not here")
             for name in each.saved
@@ -261,12 +272,12 @@ class _ComparingPlanner(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         self.comparison.compare(read_item, tensor)
 
-    def finish(self, found: _Found) -> None:
-        """Compare what could not be before all reads were done, and tell it all to ``found``."""
+    def finish(self, report: _RankReport) -> None:
+        """Compare what could not be before all reads were done, and put it all in ``report``."""
         self.comparison.finish()
-        found.differences = self.comparison.result()
-        report = self.comparison.load.report()
-        found.names, found.saved = report.names, report.saved_names
+        report.differences = self.comparison.result()
+        of_load = self.comparison.load.report()
+        report.names, report.saved = of_load.names, of_load.saved_names
 
 
 def _parts(item: ReadItem, itemsize: int) -> Iterator[ReadItem]:

@@ -329,6 +329,39 @@ def test_a_reader_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_several_optimizers(tmp_path: Path) -> None:
+    """A mapping, as the planners take it; their groups are told apart."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    optims = {"left": adamw(model[0]), "app.right": adamw(model[1])}
+    for optim in optims.values():
+        model(torch.ones(1, 3)).sum().backward()
+        optim.step()
+    state = {
+        "left": optims["left"].state_dict(),
+        "app": {"right": optims["app.right"].state_dict()},
+    }
+    writer = FileSystemWriter(tmp_path)
+    dcp.save(state, storage_writer=writer, planner=FlatOptimSavePlanner(model, optims))
+    same = verify_optim_state(model, optims, tmp_path)
+    assert same.ok and str(same).startswith("AdamW 'left', AdamW 'app.right': the same")
+    for number, optim in enumerate(optims.values()):
+        optim.param_groups[0]["lr"] = float(number)
+    optims["app.right"].state[model[1].bias]["exp_avg"][1] += 1
+    found = verify_optim_state(model, optims, tmp_path)
+    assert [(d.fqn, d.state) for d in found] == [
+        ("left.param_groups.0", "lr"),
+        ("1.bias", "exp_avg"),
+        ("app.right.param_groups.0", "lr"),
+    ]
+    with pytest.raises(ValueError, match="expected an optimizer, found an empty mapping"):
+        verify_optim_state(model, {}, tmp_path)
+    with pytest.raises(TypeError, match="each optimizer of the mapping"):
+        verify_optim_state(model, {"left": model}, tmp_path)  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="expected optim to be"):
+        verify_optim_state(model, None, tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_result_cannot_be_misread(tmp_path: Path) -> None:
     model = Mlp(depth=5)
     optim = adamw(model)
