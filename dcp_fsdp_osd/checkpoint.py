@@ -238,7 +238,10 @@ _FIRST = ("groups", "user", "absent", "opaque", "odd", "int_keys", "quantized")
 
 @dataclass(frozen=True)
 class SavedInfo:
-    """What is recorded of one optimizer; plain JSON.
+    """What is recorded of one optimizer; plain JSON.  Fields have the names that are written.
+
+    A save makes one on each rank, of its own part, and :meth:`joined` makes one of all; what ranks
+    have to agree on is not in those of ranks.
 
     Attributes:
         groups: the FQNs of each param group; None if it was not recorded.
@@ -264,17 +267,32 @@ class SavedInfo:
     """
 
     groups: Sequence[Sequence[str]] | None = ()
-    user: Sequence[str] = ()
+    user: list[str] = field(default_factory=list)
     absent: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    opaque: Mapping[str, str] = field(default_factory=dict)
-    odd: Sequence[str] = ()
+    opaque: dict[str, str] = field(default_factory=dict)
+    odd: list[str] = field(default_factory=list)
     int_keys: Sequence[Sequence[str]] = ()
     quantized: Sequence[Mapping[str, Any]] = ()
-    placed: Mapping[str, str] = field(default_factory=dict)
-    optimizers: Sequence[Mapping[str, Any]] = ()
+    placed: dict[str, str] = field(default_factory=dict)
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
     containers: Sequence[Sequence[Any]] | None = None
     layouts: Sequence[str] | None = None
     stateless: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @staticmethod
+    def joined(infos: Iterable[SavedInfo]) -> SavedInfo:
+        """Of several ranks' parts of one optimizer."""
+        parts = list(infos)
+        optimizers: list[dict[str, Any]] = []
+        for part in parts:
+            optimizers += [each for each in part.optimizers if each not in optimizers]
+        return SavedInfo(
+            user=sorted({name for part in parts for name in part.user}),
+            opaque={key: held for part in parts for key, held in part.opaque.items()},
+            odd=sorted({key for part in parts for key in part.odd}),
+            placed={key: text for part in parts for key, text in part.placed.items()},
+            optimizers=optimizers,
+        )
 
     @staticmethod
     def pack(infos: Mapping[str, SavedInfo]) -> tuple[str, ...]:

@@ -60,6 +60,7 @@ class SavedParams:
         self.codec = codec
         self.schedule = schedule
         self.info = index.info if index.info is not None else SavedInfo()
+        self._odd = set(self.info.odd)
         groups = index.known_groups()
         self.in_groups = None if groups is None else {name for group in groups for name in group}
         self._like_param: dict[Path, bool] = {}
@@ -145,7 +146,7 @@ class SavedParams:
                 if made and not cut:
                     continue
                 factored = (
-                    key in self.info.odd
+                    key in self._odd
                     or _factored(sizes, shape)
                     or self._never_like_param(path, storage.size, shape)
                 )

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,47 +24,20 @@ from dcp_fsdp_osd.containers import Containers
 from dcp_fsdp_osd.errors import LayoutError, listed, several
 from dcp_fsdp_osd.layout.flat import Segment
 from dcp_fsdp_osd.layout.geometry import Box
-from dcp_fsdp_osd.lowbit.blocks import QuantizedReport
-from dcp_fsdp_osd.save.entries import GroupInfo
+from dcp_fsdp_osd.save.report import Report
 
 __all__ = [
-    "Report",
     "agree_on_containers",
     "check_others",
     "complement",
     "drop_overlaps",
     "fill_holes",
+    "find_holes",
     "share_out",
     "tensor_data",
 ]
 
 _ZEROS_AT_ONCE = 4 * 1024 * 1024  # elements of a box of zeros: bounds what resolve_data allocates
-
-
-@dataclass
-class Report:
-    """What a rank tells the coordinator of one optimizer (travels with its local plan)."""
-
-    pieces: dict[str, str] = field(default_factory=dict)  # key -> FQN
-    stateless: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    orders: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    parts: dict[str, Box] = field(default_factory=dict)
-    shard_groups: dict[str, int] = field(default_factory=dict)
-    groups: list[GroupInfo] = field(default_factory=list)
-    user: list[str] = field(default_factory=list)
-    opaque: dict[str, str] = field(default_factory=dict)
-    opaque_of: list[str] = field(default_factory=list)
-    odd: list[str] = field(default_factory=list)
-    containers: Containers = field(default_factory=Containers)
-    placed: dict[str, str] = field(default_factory=dict)
-    scalars: dict[str, str] = field(default_factory=dict)  # key -> digest
-    empties: list[dict[str, str]] = field(default_factory=list)
-    heads: dict[str, str] = field(default_factory=dict)  # FQN -> first FQN of its flat parameter
-    signature: str = ""  # of the layout
-    depth: int = 1  # of the optimizer's path
-    quantized: QuantizedReport = field(default_factory=QuantizedReport)
-    optimizer: dict[str, Any] | None = None  # as of ``describe_optim``
-    model: bool = False  # of a model, which has no groups and whose values may differ
 
 
 def tensor_data(item: WriteItem) -> TensorWriteData:
@@ -165,54 +138,88 @@ def drop_overlaps(reports: Sequence[Report], plans: list[SavePlan]) -> None:
         plans[rank] = dataclasses.replace(plan, items=items)
 
 
-def fill_holes(
-    key: str, reports: Sequence[Report], plans: list[SavePlan]
-) -> tuple[dict[str, list[Any]], set[MetadataIndex]]:
-    """Have zeros written for elements whose rank has no state while others do.
+@dataclass(frozen=True)
+class Hole:
+    """Elements of a tensor of which no rank has a value.
 
-    FSDP with ``use_orig_params=True`` gives a parameter no gradient on ranks whose forward did
-    not use it. Which elements those are is returned (key -> spans as in ``SavedInfo.absent``), so
-    that the same layout loads "no state" again; and the items of zeros that were given to rank 0.
+    Attributes:
+        key: of the tensor.
+        sample: any item's data of it.
+        excused: whether ranks hold them that have no state of the parameter.
     """
-    names = {name: fqn for r in reports for name, fqn in r.pieces.items()}
-    boxes: dict[str, dict[tuple[int, ...], WriteItem]] = {name: {} for name in names}
+
+    key: str
+    segment: Segment
+    sample: TensorWriteData
+    excused: bool
+
+    def __str__(self) -> str:
+        of = f" of {self.segment.within}" if self.segment.within else ""
+        return f"{self.key}[{self.segment.start}:{self.segment.stop}]{of}"
+
+    def span(self) -> list[Any]:
+        """As in ``SavedInfo.absent``."""
+        box = self.segment.within
+        where = [] if box is None else [list(box.offsets), list(box.sizes)]
+        return [self.segment.start, self.segment.stop, *where]
+
+
+def find_holes(
+    reports: Sequence[Report], plans: Sequence[SavePlan]
+) -> tuple[list[Hole], list[str]]:
+    """Elements that are in no rank's items; and, in words, boxes that tensor parallelism cut out
+    and no rank holds any of."""
+    fqns = {key: fqn for report in reports for key, fqn in report.pieces.items()}
+    orders = {fqn: order for report in reports for fqn, order in report.orders.items()}
+    boxes: dict[str, dict[tuple[int, ...], TensorWriteData]] = {key: {} for key in fqns}
     for plan in plans:
         for item in plan.items:
             if item.index.fqn in boxes:
-                boxes[item.index.fqn][tuple(item.index.offset or ())] = item
-    orders = {fqn: order for r in reports for fqn, order in r.orders.items()}
-    absent: dict[str, list[Any]] = {}
-    lost: list[str] = []
-    zeros: list[WriteItem] = []
-    for name, fqn in names.items():
-        sample = tensor_data(next(iter(boxes[name].values())))
+                boxes[item.index.fqn][tuple(item.index.offset or ())] = tensor_data(item)
+    parts_of: dict[str, set[Box]] = defaultdict(set)
+    stateless: dict[str, list[tuple[Box | None, tuple[int, int]]]] = defaultdict(list)
+    for report in reports:
+        for fqn, box in report.parts.items():
+            parts_of[fqn].add(box)
+        for fqn, spans in report.stateless.items():
+            stateless[fqn] += [(report.parts.get(fqn), span) for span in spans]
+    holes: list[Hole] = []
+    uncovered: list[str] = []
+    for key, fqn in fqns.items():
+        sample = next(iter(boxes[key].values()))
         shape, order = tuple(sample.size), orders.get(fqn)
-        parts = {r.parts[fqn] for r in reports if fqn in r.parts}
-        if not parts:
-            parts = {Box((0,) * len(shape), shape)}
-        elif sum(part.numel for part in parts) < math.prod(shape):
-            held = sorted(str(part) for part in parts)
-            lost.append(f"{name}: all of {shape} but {', '.join(held)}")
+        parts = parts_of.get(fqn) or {Box((0,) * len(shape), shape)}
+        if sum(part.numel for part in parts) < math.prod(shape):
+            uncovered.append(f"{key}: all of {shape} but {', '.join(sorted(map(str, parts)))}")
         for part in parts:
-            found = [
+            held = [
                 _interval(box, part, order)
-                for item in boxes[name].values()
-                if (box := _box(tensor_data(item))).overlap(part) is not None
+                for box in map(_box, boxes[key].values())
+                if box.overlap(part) is not None
             ]
-            holes = complement(found, part.numel)
-            excused = [
-                span
-                for r in reports
-                if r.parts.get(fqn, part) == part
-                for span in r.stateless.get(fqn, ())
-            ]
-            cut = part if part.sizes != shape else None
-            for start, stop in holes:
-                if complement(excused, stop, start):
-                    lost.append(f"{name}[{start}:{stop}]" + (f" of {cut}" if cut else ""))
-                where = [] if cut is None else [list(cut.offsets), list(cut.sizes)]
-                absent.setdefault(name, []).append([start, stop, *where])
-                zeros += _zeros(name, sample, Segment(fqn, shape, start, stop, 0, order, cut))
+            excuses = [span for box, span in stateless[fqn] if (box or part) == part]
+            within = part if part.sizes != shape else None
+            for start, stop in complement(held, part.numel):
+                segment = Segment(fqn, shape, start, stop, 0, order, within)
+                excused = not complement(excuses, stop, start)
+                holes.append(Hole(key, segment, sample, excused))
+    return holes, uncovered
+
+
+def fill_holes(
+    key: str, reports: Sequence[Report], plans: list[SavePlan]
+) -> tuple[dict[str, list[Any]], set[MetadataIndex]]:
+    """Have rank 0 write zeros for elements whose rank has no state while others do.
+
+    FSDP with ``use_orig_params=True`` gives a parameter no gradient on ranks whose forward did
+    not use it. Which elements those are is returned (key -> spans as in ``SavedInfo.absent``), so
+    that the same layout loads "no state" again; and the items of zeros. Changes ``plans``.
+
+    Raises:
+        LayoutError: no rank that takes part holds some elements.
+    """
+    holes, uncovered = find_holes(reports, plans)
+    lost = uncovered + [str(hole) for hole in holes if not hole.excused]
     if lost:
         raise LayoutError(
             f"{key}: expected every element on a rank that takes part in the save, found none "
@@ -220,13 +227,18 @@ def fill_holes(
             "process group, with collectives; or a rank lacks this state but has other state of "
             "the same parameter"
         )
-    if absent:
+    absent: dict[str, list[Any]] = {}
+    for hole in holes:
+        absent.setdefault(hole.key, []).append(hole.span())
+    if holes:
         warnings.warn(
-            f"{key}: some ranks have no state for parts of {sorted({names[n] for n in absent})} "
-            f"while others do (no gradient there); zeros are saved for those parts",
+            f"{key}: some ranks have no state for parts of "
+            f"{sorted({hole.segment.fqn for hole in holes})} while others do (no gradient there); "
+            f"zeros are saved for those parts",
             stacklevel=2,
         )
-        plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, *zeros])
+    zeros = [item for hole in holes for item in _zeros(hole.key, hole.sample, hole.segment)]
+    plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, *zeros])
     return absent, {item.index for item in zeros}
 
 

@@ -1,10 +1,9 @@
-"""Flat optimizer state <-> entries of a checkpoint, without a planner and without IO.
+"""Flat optimizer state as entries of a checkpoint, without a planner and without IO.
 
 ``optim.state_dict()`` under FSDP1 is ``{"state": {id: {name: value}}, "param_groups": [...]}``
 with 1-D pieces of flat tensors as values (the *flat* form).  A checkpoint has one entry per
 FQN and state name, under paths like ``("optim", "state", "layers.0.weight", "exp_avg")``.  Here
-the first is taken apart into the second, and :class:`FlatOptimState` wraps both directions in
-DCP's ``Stateful`` protocol.
+the first is taken apart into the second.
 """
 
 from __future__ import annotations
@@ -19,74 +18,39 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dcp_fsdp_osd.checkpoint import per_rank_prefix
-from dcp_fsdp_osd.containers import Containers, containers_of
+from dcp_fsdp_osd.containers import containers_of
 from dcp_fsdp_osd.errors import LayoutError
 from dcp_fsdp_osd.layout.flat import FlatLayout, ParamKind, ParamLayout, Piece, param_id
-from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.layout.placements import dtensor_problem, placement_text
-from dcp_fsdp_osd.lowbit.blocks import QuantizedReport, is_wrapper, local_part
+from dcp_fsdp_osd.lowbit.blocks import is_wrapper, local_part
 from dcp_fsdp_osd.lowbit.save import quantized_entries
-from dcp_fsdp_osd.tree import Path, digest, dotted, holds_tensor, leaves
+from dcp_fsdp_osd.save.report import GroupInfo, Report
+from dcp_fsdp_osd.tree import Path, digest, digest_scalars, dotted, holds_tensor, leaves
 
-__all__ = ["GroupInfo", "SaveEntries", "save_entries"]
-
-
-# ---------------------------------------------------------------- what a save tells
-
-
-@dataclass(frozen=True)
-class GroupInfo:
-    """One param group of one rank: its FQNs, and a digest of each option's value."""
-
-    fqns: tuple[str, ...]
-    options: Mapping[str, str]
-
-
-# ---------------------------------------------------------------- taking a state dict apart
+__all__ = ["SaveEntries", "save_entries", "shared_digests"]
 
 
 @dataclass
 class SaveEntries:
-    """One rank's optimizer state as entries of a checkpoint.
+    """One rank's optimizer or model as entries of a checkpoint.
 
     Attributes:
         plain: path -> value that DCP's default planner writes (scalars, whole tensors,
             DTensors, objects). Param groups are under this rank's group numbers.
         pieces: path -> (shape of the whole tensor, the local tensor, its boxes).
-        stateless: FQN -> intervals that this rank holds but has no state for.
-        orders: FQN -> memory order, where it is not row-major.
-        parts: FQN -> the box that tensor parallelism leaves this rank and its FSDP group of it.
-        shard_groups: FQN -> which FSDP group this rank is of (``ParamLayout.shard_group``).
-        groups: this rank's param groups, in its order.
-        user: names in ``state`` that are no parameter's.
-        opaque: path of per-rank state -> what part of the model it is of.
-        opaque_of: keys that this state would have if it were no per-rank state.
-        empties: for each parameter without elements here: key of each state of it (in ``opaque``)
-            -> the key that others have it under.
         whole: paths in ``plain`` of tensors that are whole though their parameter is cut.
-        odd, placed: as in ``SavedInfo``.
-        containers: the mappings below the optimizer that are not dicts with text for keys.
-        quantized: what of the above is quantized in blocks.
+        report: all of it that is no tensor.
     """
 
     plain: dict[Path, Any] = field(default_factory=dict)
     pieces: dict[Path, tuple[tuple[int, ...], torch.Tensor, list[Piece]]] = field(
         default_factory=dict
     )
-    stateless: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    orders: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    parts: dict[str, Box] = field(default_factory=dict)
-    shard_groups: dict[str, int] = field(default_factory=dict)
-    groups: list[GroupInfo] = field(default_factory=list)
-    user: list[str] = field(default_factory=list)
-    opaque: dict[Path, str] = field(default_factory=dict)
-    opaque_of: list[str] = field(default_factory=list)
-    empties: list[dict[str, str]] = field(default_factory=list)
     whole: list[Path] = field(default_factory=list)
-    odd: list[str] = field(default_factory=list)
-    containers: Containers = field(default_factory=Containers)
-    placed: dict[str, str] = field(default_factory=dict)
-    quantized: QuantizedReport = field(default_factory=QuantizedReport)
+    report: Report = field(default_factory=Report)
+
+    def is_per_rank(self, path: Path) -> bool:
+        return dotted(path) in self.report.info.opaque
 
 
 def save_entries(state_dict: Mapping[str, Any], layout: FlatLayout, key: Path) -> SaveEntries:
@@ -107,23 +71,40 @@ def save_entries(state_dict: Mapping[str, Any], layout: FlatLayout, key: Path) -
             f"{dotted(key)}: expected an optimizer state dict with 'state' and 'param_groups', "
             f"found keys {sorted(map(str, state_dict))[:6]}"
         )
+    heads = {fqn: p.fqns[0] for p in layout.params if len(p.fqns) > 1 for fqn in p.fqns}
     entries = SaveEntries()
+    entries.report = Report(heads=heads, signature=layout.signature, depth=len(key))
     _save_groups(state_dict["param_groups"], layout, key, entries)
     extras = {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
-    entries.containers.update(containers_of(extras, key))
+    entries.report.containers.update(containers_of(extras, key))
     for name, value in extras.items():  # a subclass's own
         entries.plain.update(leaves(value, (*key, str(name))))
     stateful = _save_states(state_dict["state"], layout, key, entries)
     for param in layout.params:
         for segment in param.segments:
-            entries.shard_groups[segment.fqn] = param.shard_group
+            entries.report.shard_groups[segment.fqn] = param.shard_group
             if segment.within is not None:
-                entries.parts[segment.fqn] = segment.within
+                entries.report.parts[segment.fqn] = segment.within
             if segment.order is not None:
-                entries.orders[segment.fqn] = segment.order
+                entries.report.orders[segment.fqn] = segment.order
             if segment.fqn not in stateful and segment.numel:
-                entries.stateless[segment.fqn] = [(segment.start, segment.stop)]
+                entries.report.stateless[segment.fqn] = [(segment.start, segment.stop)]
     return entries
+
+
+def shared_digests(entries: SaveEntries) -> dict[str, str]:
+    """Digests of values that belong to no rank, and so are to be the same everywhere; by key."""
+    depth, info = entries.report.depth, entries.report.info
+    users, whole = set(info.user), set(entries.whole)
+    own = {path: v for path, v in entries.plain.items() if not entries.is_per_rank(path)}
+    digests = digest_scalars({p: v for p, v in own.items() if p[depth] != "param_groups"})
+    for path, value in entries.plain.items():
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        extra = path[depth] not in ("state", "param_groups") and path in own
+        user = path[depth] == "state" and path[depth + 1] in users
+        if plain and (extra or user or path in whole):
+            digests[dotted(path)] = digest(value)
+    return digests
 
 
 def _save_states(
@@ -141,7 +122,7 @@ def _save_states(
                     f"found some under {name!r}, of {len(layout.params)} parameters: a "
                     f"number is a parameter's, here or in another wrapping"
                 )
-            entries.user.append(str(name))
+            entries.report.info.user.append(str(name))
             entries.plain.update(leaves(state, (*key, "state", str(name))))
             user[name] = state
             continue
@@ -161,10 +142,10 @@ def _save_states(
         if found or param.empty:
             for fqn in param.fqns:
                 above = ("state", fqn)
-                entries.containers.update(containers_of(state, (*key, *above), path=above))
+                entries.report.containers.update(containers_of(state, (*key, *above), path=above))
         if found:
             stateful.update(dict.fromkeys(param.fqns, name))
-    entries.containers.update(containers_of(user, (*key, "state"), path=("state",)))
+    entries.report.containers.update(containers_of(user, (*key, "state"), path=("state",)))
     return stateful
 
 
@@ -178,15 +159,15 @@ def _save_empty(
     """State of a parameter of which this rank has no element: nobody else's."""
     own: dict[str, str] = {}
     for path, value in found:
-        name = _opaque_path(key, param, signature, path)
+        name = _per_rank_path(key, param, signature, path)
         entries.plain[name] = value
-        entries.opaque[name] = param.describe()
+        entries.report.info.opaque[dotted(name)] = param.describe()
         shared = dotted(_state_path(key, param.fqns[0], path))
         own[dotted(name)] = shared
         if isinstance(value, torch.Tensor) and value.dim() and value.numel():
-            entries.opaque_of.append(shared)  # no piece of this parameter
+            entries.report.per_rank_of.append(shared)  # no piece of this parameter
     if own:
-        entries.empties.append(own)
+        entries.report.empties.append(own)
 
 
 def _param_of(name: Any, layout: FlatLayout) -> ParamLayout | None:
@@ -225,10 +206,10 @@ def _save_groups(groups: Any, layout: FlatLayout, key: Path, entries: SaveEntrie
                 options[str(name)] = digest(value)
             entries.plain.update(leaves(value, (*prefix, str(name))))
         own = {name: value for name, value in group.items() if name != "params"}
-        entries.containers.update(containers_of(own, prefix, path=("param_groups", i)))
+        entries.report.containers.update(containers_of(own, prefix, path=("param_groups", i)))
         params: Path = (*prefix, "params")
         entries.plain[params] = fqns
-        entries.groups.append(GroupInfo(tuple(fqns), options))
+        entries.report.groups.append(GroupInfo(tuple(fqns), options))
     if len(named) != len(layout.params):
         raise LayoutError(
             f"{dotted(key)}: expected a state dict of {len(layout.params)} parameters, found "
@@ -247,26 +228,27 @@ def _save_leaf(
         return
     if is_tensor:
         _save_placement(param, _state_path(key, param.fqns[0], path), value, entries)
-    opaque = param.sharded and not is_tensor and holds_tensor(value)
-    if distributed or (is_tensor and not value.dim()) or not (is_tensor or opaque):
+    whole = named or param.kind is ParamKind.DTENSOR
+    per_rank = param.sharded and not is_tensor and holds_tensor(value)
+    if distributed or (is_tensor and not value.dim()) or not (is_tensor or per_rank):
         for fqn in param.fqns:  # a scalar of a flat parameter is one of each of its FQNs
             entries.plain[_state_path(key, fqn, path)] = value
-    elif not opaque and param.is_flat_shape(value.shape):
+    elif not per_rank and param.is_flat_shape(value.shape):
         local = value.detach()
         local = local if local.is_contiguous() else local.contiguous()
         for segment in param.segments:
             if segment.numel or not _numel(segment.shape):
                 name = _state_path(key, segment.fqn, path)
                 entries.pieces[name] = (segment.shape, local, list(segment.pieces()))
-    elif not opaque and (
-        len(param.fqns) == 1 and (not param.sharded or (named and _is_whole(param, value)))
+    elif not per_rank and (
+        len(param.fqns) == 1 and (not param.sharded or (whole and _is_whole(param, value)))
     ):
         name = _state_path(key, param.fqns[0], path)
         entries.plain[name] = value
         if param.kind is ParamKind.FLAT:
             entries.whole.append(name)
         if tuple(value.shape) != param.shapes[0]:
-            entries.odd.append(dotted(name))
+            entries.report.info.odd.append(dotted(name))
     elif param.kind is ParamKind.NAMED:
         raise LayoutError(
             f"{dotted(_state_path(key, param.fqns[0], path))}: expected a whole tensor of shape "
@@ -274,10 +256,10 @@ def _save_leaf(
             f"{tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__}"
         )
     else:
-        name = _opaque_path(key, param, param.signature, path)
+        name = _per_rank_path(key, param, param.signature, path)
         entries.plain[name] = value
-        entries.opaque[name] = param.describe()
-        entries.opaque_of.append(dotted(_state_path(key, param.fqns[0], path)))
+        entries.report.info.opaque[dotted(name)] = param.describe()
+        entries.report.per_rank_of.append(dotted(_state_path(key, param.fqns[0], path)))
 
 
 def _save_quantized(
@@ -285,12 +267,14 @@ def _save_quantized(
 ) -> None:
     place = _state_path(key, param.fqns[0], path)
     found = quantized_entries(param, path, value, dotted(place))
-    entries.quantized.states[dotted(place)] = found.how
+    entries.report.quantized.states[dotted(place)] = found.how
     if found.interval is None:
-        place = _opaque_path(key, param, param.signature, path)
-        entries.opaque.update(((*place, name), param.describe()) for name in found.plain)
+        place = _per_rank_path(key, param, param.signature, path)
+        entries.report.info.opaque.update(
+            (dotted((*place, name)), param.describe()) for name in found.plain
+        )
     else:
-        entries.quantized.intervals[dotted(place)] = found.interval
+        entries.report.quantized.intervals[dotted(place)] = found.interval
     entries.plain.update(((*place, name), tensor) for name, tensor in found.plain.items())
     entries.pieces.update(((*place, name), piece) for name, piece in found.pieces.items())
 
@@ -324,23 +308,20 @@ def _save_placement(
     if isinstance(value, DTensor):
         text = placement_text(value)
         if not like or text != param.placed:
-            entries.placed[dotted(place)] = text
+            entries.report.info.placed[dotted(place)] = text
         if not like and value.dim():
-            entries.odd.append(dotted(place))
+            entries.report.info.odd.append(dotted(place))
     elif like and value.dim():
-        entries.placed[dotted(place)] = ""
+        entries.report.info.placed[dotted(place)] = ""
 
 
 def _state_path(key: Path, fqn: str, path: Path) -> Path:
     return (*key, "state", fqn, *path)
 
 
-def _opaque_path(key: Path, param: ParamLayout, signature: str, path: Path) -> Path:
+def _per_rank_path(key: Path, param: ParamLayout, signature: str, path: Path) -> Path:
     return (*per_rank_prefix(key), param.fqns[0], signature, *path)
 
 
 def _numel(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
-
-
-# ---------------------------------------------------------------- Stateful

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dcp_fsdp_osd.errors import LayoutError, listed, several
-from dcp_fsdp_osd.save.entries import GroupInfo
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-__all__ = ["MergedGroup", "merge_groups"]
+from dcp_fsdp_osd.containers import Containers
+from dcp_fsdp_osd.errors import LayoutError, listed, several
+from dcp_fsdp_osd.save.agree import agree_on_containers
+from dcp_fsdp_osd.save.per_rank import move
+from dcp_fsdp_osd.save.report import GroupInfo, Report, Share
+from dcp_fsdp_osd.tree import Path, dotted
+
+__all__ = ["AgreedGroups", "agree_on_groups", "merge_groups"]
 
 
 @dataclass
@@ -93,3 +100,104 @@ def _differing(
                 text = f"option {name!r} differs between ranks {other} and {rank}"
                 lines.setdefault(name, f"{several(shared, 3)}: {text}")
     return list(lines.values())
+
+
+@dataclass(frozen=True)
+class AgreedGroups:
+    """The param groups of all ranks.
+
+    Attributes:
+        fqns: of each group.
+        containers: the mappings of all ranks, of groups under the merged numbers.
+        owners: keys of options that are kept per rank -> whose they are.
+        varying: these options, as they are without a rank's signature.
+    """
+
+    fqns: list[list[str]]
+    containers: Containers
+    owners: dict[str, str]
+    varying: list[str]
+
+
+def agree_on_groups(
+    key: str, reports: Sequence[Report], plans: list[SavePlan], shares: Sequence[Share]
+) -> AgreedGroups:
+    """Let each merged param group be written whole, by one rank, under its merged number.
+
+    Changes ``plans`` and ``shares``.
+    """
+    merged = merge_groups([r.groups for r in reports], key, [r.signature for r in reports])
+    owners: dict[str, str] = {}
+    varying: dict[str, None] = {}
+    for rank, (report, share) in enumerate(zip(reports, shares, strict=True)):
+        whose = f"rank {rank} of {len(reports)}"
+        plans[rank], own = _renumbered(f"{key}.param_groups.", rank, plans[rank], merged, report)
+        for each in own:
+            share.renamed[each.new] = each.old
+            if each.fqns is not None:
+                share.values[each.new] = each.fqns
+            if each.varying:
+                owners[each.new] = whose
+                varying[each.varying] = None
+    shared = []
+    number_of = {(group.rank, group.number): i for i, group in enumerate(merged)}
+    for rank, report in enumerate(reports):
+        kept = Containers()
+        for path, each_of in report.containers.items():
+            if path[:1] != ("param_groups",):
+                kept[path] = each_of
+            elif (rank, path[1]) in number_of:
+                number = number_of[rank, path[1]]  # type: ignore[index]
+                moved: Path = (*path[:1], number, *path[2:])
+                kept[moved] = each_of
+        shared.append(kept)
+    containers = agree_on_containers(key, shared)
+    fqns = [group.fqns for group in merged]
+    return AgreedGroups(fqns, containers, owners, list(varying))
+
+
+@dataclass(frozen=True)
+class _Option:
+    """An entry of a param group: its key when written, and on the rank; its ``fqns`` if these
+    are it; and, if it is kept per rank, what it is in words."""
+
+    new: str
+    old: str
+    fqns: list[str] | None
+    varying: str
+
+
+def _renumbered(
+    prefix: str, rank: int, plan: SavePlan, merged: Sequence[MergedGroup], report: Report
+) -> tuple[SavePlan, list[_Option]]:
+    """A rank's plan with the options that it writes, under merged numbers, and no other's."""
+    place = {member: i for i, group in enumerate(merged) for member in group.members}
+    items: list[WriteItem] = []
+    options: list[_Option] = []
+    old_mappings: dict[str, Path] = plan.planner_data
+    mappings = {key: path for key, path in old_mappings.items() if not key.startswith(prefix)}
+    for item in plan.items:
+        name = item.index.fqn
+        if not name.startswith(prefix):
+            items.append(item)
+            continue
+        path = old_mappings[name]
+        depth = path.index("param_groups") + 1
+        number = place.get((rank, path[depth]))  # type: ignore[arg-type]
+        if number is None:
+            continue
+        group, option = merged[number], path[depth + 1 :]
+        varies = option[0] in group.varying
+        if not varies and (group.rank, group.number) != (rank, path[depth]):
+            continue
+        new_path: Path = (*path[:depth], number, *option)
+        if varies:
+            new_path = move(new_path, report)
+        new = dotted(new_path)
+        mappings[new] = new_path
+        fqns = group.fqns if option == ("params",) else None
+        words = dotted(("param_groups", number, *option)) if varies else ""
+        options.append(_Option(new, name, fqns, words))
+        index = dataclasses.replace(item.index, fqn=new)
+        items.append(dataclasses.replace(item, index=index))
+    return dataclasses.replace(plan, items=items, planner_data=mappings), options

@@ -10,6 +10,7 @@ import torch
 from dcp_fsdp_osd.containers import containers_of
 from dcp_fsdp_osd.errors import LayoutError
 from dcp_fsdp_osd.save.entries import SaveEntries
+from dcp_fsdp_osd.save.report import Report
 from dcp_fsdp_osd.stateful.guard import GUARD_KEY, without_guard
 from dcp_fsdp_osd.stateful.model import ModelGuard
 from dcp_fsdp_osd.tree import leaves
@@ -23,6 +24,7 @@ def model_entries(state_dict: Mapping[str, Any], key: tuple[str, ...]) -> SaveEn
     guard: ModelGuard = state_dict[GUARD_KEY]
     guard.check()
     entries = SaveEntries()
+    entries.report = Report(depth=len(key), model=True)
     for fqn, value in without_guard(state_dict).items():
         path = (*key, fqn)
         segment = guard.segments.get(fqn)
@@ -30,18 +32,18 @@ def model_entries(state_dict: Mapping[str, Any], key: tuple[str, ...]) -> SaveEn
             if fqn in guard.dtypes:
                 value = value.to(guard.dtypes[fqn])  # noqa: PLW2901
             entries.plain.update(leaves(value, path))
-            entries.containers.update(containers_of(value, path, path=(fqn,)))
+            entries.report.containers.update(containers_of(value, path, path=(fqn,)))
             continue
         if value.dim() != 1 or value.numel() != segment.numel or not value.is_contiguous():
             raise LayoutError(
                 f"{fqn}: expected this rank's {segment.numel} elements, contiguous, found shape "
                 f"{tuple(value.shape)}: the state dict of a FlatModelState was changed"
             )
-        entries.shard_groups[fqn] = guard.shard_groups[fqn]
+        entries.report.shard_groups[fqn] = guard.shard_groups[fqn]
         if segment.within is not None:
-            entries.parts[fqn] = segment.within
+            entries.report.parts[fqn] = segment.within
         if segment.order is not None:
-            entries.orders[fqn] = segment.order
+            entries.report.orders[fqn] = segment.order
         if segment.numel or not torch.Size(segment.shape).numel():
             entries.pieces[path] = (segment.shape, value, list(segment.pieces()))
     return entries

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import (
 
 from dcp_fsdp_osd.checkpoint import per_rank_prefix
 from dcp_fsdp_osd.errors import LayoutError, listed, several
-from dcp_fsdp_osd.save.agree import Report
+from dcp_fsdp_osd.save.report import Report
 from dcp_fsdp_osd.tree import Path, dotted
 
 __all__ = ["keep_per_rank", "move", "stateless_ranks"]
@@ -105,13 +105,13 @@ def stateless_ranks(
     wanted = {fqn for report in reports for fqn in report.stateless}
     if not wanted:
         return {}
-    opaque = dotted(per_rank_prefix((key,)))
+    beside = dotted(per_rank_prefix((key,)))
     stateful: set[Any] = set()
     for report, plan in zip(reports, plans, strict=True):
         n = report.depth
         heads = {path[:n]: dotted(path[:n]) for path in plan.planner_data.values()}
         for path in plan.planner_data.values():
-            if heads[path[:n]] == opaque:
+            if heads[path[:n]] == beside:
                 stateful.update(path[n : n + 1])
             elif heads[path[:n]] == key and path[n : n + 1] == ("state",):
                 stateful.update(path[n + 1 : n + 2])
@@ -141,7 +141,7 @@ def _differing(key: str, reports: Sequence[Report]) -> set[str]:
             found[name][value].append(rank)
         for name in report.pieces:
             found[name]["like the parameter's local piece"].append(rank)
-        for name in report.opaque_of:
+        for name in report.per_rank_of:
             found[name]["of another shape"].append(rank)
     differing: set[str] = set()
     refused: list[str] = []
@@ -170,7 +170,7 @@ def _drop_of_empty(reports: Sequence[Report], plans: list[SavePlan]) -> None:
     Other state of theirs (LBFGS keeps that of all parameters with the first) stays.
     """
     shared = {name for r in reports for name in (*r.pieces, *r.scalars)} - {
-        name for r in reports for name in r.opaque_of
+        name for r in reports for name in r.per_rank_of
     }
     for rank, (report, plan) in enumerate(zip(reports, plans, strict=True)):
         drop = {
@@ -184,7 +184,7 @@ def _drop_of_empty(reports: Sequence[Report], plans: list[SavePlan]) -> None:
             mappings = {k: v for k, v in plan.planner_data.items() if k not in drop}
             plans[rank] = dataclasses.replace(plan, items=items, planner_data=mappings)
             for name in drop:
-                report.opaque.pop(name, None)
+                report.info.opaque.pop(name, None)
 
 
 def _whole(item: WriteItem, items: Sequence[WriteItem]) -> WriteItem:

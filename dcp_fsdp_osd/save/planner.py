@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,36 +35,24 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.tensor import DTensor
 
 from dcp_fsdp_osd.checkpoint import INFO_KEY, SavedInfo, is_flattened
-from dcp_fsdp_osd.containers import Containers
 from dcp_fsdp_osd.errors import LayoutError
 from dcp_fsdp_osd.fsdp.optim import check_unwrapped, describe_target
 from dcp_fsdp_osd.layout.flat import FlatLayout
-from dcp_fsdp_osd.lowbit.save import agree_on_quantized
 from dcp_fsdp_osd.misuse.arguments import HasRole, check_key, check_optim, check_options
 from dcp_fsdp_osd.misuse.flat_form import check_rest
 from dcp_fsdp_osd.misuse.in_use import InUse
 from dcp_fsdp_osd.misuse.waiting import watched
 from dcp_fsdp_osd.optim_class import describe_optim
-from dcp_fsdp_osd.save.agree import (
-    Report,
-    agree_on_containers,
-    check_others,
-    drop_overlaps,
-    fill_holes,
-    share_out,
-    tensor_data,
-)
-from dcp_fsdp_osd.save.entries import SaveEntries, save_entries
-from dcp_fsdp_osd.save.groups import merge_groups
+from dcp_fsdp_osd.save.agree import check_others, share_out, tensor_data
+from dcp_fsdp_osd.save.consensus import agree
+from dcp_fsdp_osd.save.entries import SaveEntries, save_entries, shared_digests
 from dcp_fsdp_osd.save.model import model_entries
-from dcp_fsdp_osd.save.per_rank import keep_per_rank, move, stateless_ranks
+from dcp_fsdp_osd.save.report import Report, Share
 from dcp_fsdp_osd.stateful.guard import guarded, without_guard
 from dcp_fsdp_osd.stateful.model import ModelGuard
 from dcp_fsdp_osd.stateful.optim import OptimGuard
 from dcp_fsdp_osd.tree import (
     Path,
-    digest,
-    digest_scalars,
     dotted,
     find_optim,
     fingerprint,
@@ -84,15 +72,6 @@ class _LocalData:
     reports: dict[str, Report]
     others: dict[str, str]  # key of what is no optimizer's and no model's -> digest
     of_models: dict[str, str]
-
-
-@dataclass
-class _FinalData:
-    """``planner_data`` of a rank's share of the global plan."""
-
-    renamed: dict[str, str] = field(default_factory=dict)  # key to write -> key on this rank
-    values: dict[str, Any] = field(default_factory=dict)  # key to write -> value
-    zeros: set[MetadataIndex] = field(default_factory=set)  # what no rank has, and is zeros
 
 
 class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
@@ -189,7 +168,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         self._reports: dict[str, Report] = {}
         self._others: dict[str, str] = {}
         self._of_models: dict[str, str] = {}
-        self._final = _FinalData()
+        self._share = Share()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._layouts or ''})"
@@ -207,7 +186,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             "_items",
         ):
             state.pop(name, None)
-        empty = {"_reports": {}, "_final": _FinalData(), "mappings": {}}
+        empty = {"_reports": {}, "_share": Share(), "mappings": {}}
         return {**state, **empty, "_params": {}, "_in_use": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -259,22 +238,16 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         check_rest(rest, layouts, with_optims=bool(self._layouts))
         super().set_up_planner(rest, storage_meta, is_coordinator)
         for path, value in models:
-            entries = model_entries(value, path)
-            report = Report(
-                orders=entries.orders,
-                parts=entries.parts,
-                shard_groups=entries.shard_groups,
-                containers=entries.containers,
-                model=True,
-            )
-            self._add_values(entries, report, len(path))
-            self._reports[dotted(path)] = report
+            self._add(path, model_entries(value, path))
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._fingerprint(tuple(f"{dotted(path)}." for path, _ in models))
         for key, (path, value) in flat.items():
             entries = save_entries(value, layouts[key], path)
+            entries.report.scalars = shared_digests(entries)
             optimizer = optimizers.get(key)
-            self._add(key, len(path), entries, layout=layouts[key], optimizer=optimizer)
+            if optimizer is not None:
+                entries.report.info.optimizers.append(optimizer)
+            self._add(path, entries)
 
     def _fingerprint(self, models: tuple[str, ...]) -> None:
         """Digests of the values of which one rank's are saved, below ``models`` and elsewhere."""
@@ -284,60 +257,17 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 of = self._of_models if name.startswith(models) else self._others
                 of[name] = fingerprint(value)
 
-    def _add(
-        self,
-        key: str,
-        depth: int,
-        entries: SaveEntries,
-        *,
-        layout: FlatLayout,
-        optimizer: dict[str, Any] | None,
-    ) -> None:
-        report = Report(
-            stateless=entries.stateless,
-            empties=entries.empties,
-            heads={fqn: p.fqns[0] for p in layout.params if len(p.fqns) > 1 for fqn in p.fqns},
-            signature=layout.signature,
-            depth=depth,
-            orders=entries.orders,
-            parts=entries.parts,
-            shard_groups=entries.shard_groups,
-            groups=entries.groups,
-            user=entries.user,
-            opaque={dotted(path): text for path, text in entries.opaque.items()},
-            opaque_of=entries.opaque_of,
-            odd=entries.odd,
-            containers=entries.containers,
-            scalars=digest_scalars(
-                {
-                    p: v
-                    for p, v in entries.plain.items()
-                    if p[depth] != "param_groups" and p not in entries.opaque
-                }
-            ),
-            placed=entries.placed,
-            quantized=entries.quantized,
-            optimizer=optimizer,
-        )
-        users, whole = set(entries.user), set(entries.whole)
-        for where, value in entries.plain.items():  # belongs to no rank: the same everywhere
-            plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-            extra = where[depth] not in ("state", "param_groups") and where not in entries.opaque
-            user = where[depth] == "state" and where[depth + 1] in users
-            if plain and (extra or user or where in whole):
-                report.scalars[dotted(where)] = digest(value)
-        self._add_values(entries, report, depth + 1)
-        self._reports[key] = report
-
-    def _add_values(self, entries: SaveEntries, report: Report, depth: int) -> None:
-        """Take values over for DCP's default plan, and boxes; paths name FQNs at ``depth``."""
-        for path, value in entries.plain.items():
-            self._claim(path)
-            self.state_dict[dotted(path)] = value
-        for path, (shape, local, pieces) in entries.pieces.items():
-            name = self._claim(path)
+    def _add(self, path: Path, entries: SaveEntries) -> None:
+        """Take values over for DCP's default plan, and boxes, and have them reported."""
+        report = self._reports[dotted(path)] = entries.report
+        at = len(path) if report.model else len(path) + 1  # where paths name FQNs
+        for where, value in entries.plain.items():
+            self._claim(where)
+            self.state_dict[dotted(where)] = value
+        for where, (shape, local, pieces) in entries.pieces.items():
+            name = self._claim(where)
             self._locals[name] = local
-            report.pieces[name] = str(path[depth])
+            report.pieces[name] = str(where[at])
             for piece in pieces:
                 view = piece.view(local)
                 index = MetadataIndex(name, piece.box.offsets)
@@ -383,46 +313,12 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             for plan, d in zip(all_plans, data, strict=True)
         ]
         check_others([d.others for d in data], [d.of_models for d in data])
-        finals = [_FinalData() for _ in plans]
+        shares = [Share() for _ in plans]
         infos: dict[str, SavedInfo] = {}
         for key in dict.fromkeys(key for d in data for key in d.reports):
-            reports = [d.reports.get(key, Report()) for d in data]
-            groups, containers, varying = self._plan_groups(key, reports, plans, finals)
-            quantized, renamed = agree_on_quantized(key, [r.quantized for r in reports], plans)
-            kept, owners = keep_per_rank(key, reports, plans, _options(varying))
-            for final, *both in zip(finals, renamed, kept, strict=True):
-                for names in both:
-                    final.renamed.update(names)
-            drop_overlaps(reports, plans)
-            absent, zeros = fill_holes(key, reports, plans)
-            finals[0].zeros |= zeros
-            packed = [each.pack(path) for path, each in containers.items()]
-            if any(report.model for report in reports):
-                if packed:
-                    infos[key] = SavedInfo(containers=packed)
-                continue
-            infos[key] = SavedInfo(
-                groups=groups,
-                user=sorted({name for r in reports for name in r.user}),
-                absent=absent,
-                opaque={
-                    **{k: v for r in reports for k, v in r.opaque.items()},
-                    **owners,
-                    **varying,
-                },
-                odd=sorted({name for r in reports for name in r.odd}),
-                int_keys=[
-                    list(map(str, path[1:]))
-                    for path, each in containers.items()
-                    if path[:1] == ("state",) and all(type(k) is int for k in each.keys)
-                ],
-                containers=packed,
-                layouts=sorted({r.signature for r in reports}),
-                stateless=stateless_ranks(key, reports, plans),
-                quantized=[vars(how) for how in quantized],
-                placed={k: v for r in reports for k, v in r.placed.items()},
-                optimizers=_distinct(r.optimizer for r in reports),
-            )
+            info = agree(key, [d.reports.get(key, Report()) for d in data], plans, shares)
+            if info is not None:
+                infos[key] = info
         plans = share_out(plans, to_lowest=self.dedup_save_to_lowest_rank)
         global_plan, metadata = super().create_global_plan(plans)
         if infos:
@@ -430,82 +326,21 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             metadata = dataclasses.replace(metadata, planner_data=planner_data)
         self.metadata = metadata
         return [
-            dataclasses.replace(plan, planner_data=final)
-            for plan, final in zip(global_plan, finals, strict=True)
+            dataclasses.replace(plan, planner_data=share)
+            for plan, share in zip(global_plan, shares, strict=True)
         ], metadata
-
-    def _plan_groups(
-        self,
-        key: str,
-        reports: Sequence[Report],
-        plans: list[SavePlan],
-        finals: Sequence[_FinalData],
-    ) -> tuple[list[list[str]], Containers, dict[str, str]]:
-        """Let each merged param group be written whole, by one rank, under its merged number.
-
-        Returns:
-            The FQNs of each group; the mappings of all ranks, of groups under those numbers; and
-            the keys of options that are kept per rank -> whose they are.
-        """
-        merged = merge_groups([r.groups for r in reports], key, [r.signature for r in reports])
-        place = {member: i for i, group in enumerate(merged) for member in group.members}
-        owners: dict[str, str] = {}
-        prefix = f"{key}.param_groups."
-        number_of = {(g.rank, g.number): i for i, g in enumerate(merged)}
-        for rank, plan in enumerate(plans):
-            kept: list[WriteItem] = []
-            mappings: dict[str, Path] = {
-                name: path
-                for name, path in plan.planner_data.items()
-                if not name.startswith(prefix)
-            }
-            for item in plan.items:
-                name = item.index.fqn
-                if not name.startswith(prefix):
-                    kept.append(item)
-                    continue
-                path = plan.planner_data[name]
-                depth = path.index("param_groups") + 1
-                number = place.get((rank, path[depth]))
-                varies = number is not None and path[depth + 1] in merged[number].varying
-                if number is None or not (varies or (rank, path[depth]) in number_of):
-                    continue
-                new_path: Path = (*path[:depth], number, *path[depth + 1 :])
-                if varies:
-                    new_path = move(new_path, reports[rank])
-                    owners[dotted(new_path)] = f"rank {rank} of {len(reports)}"
-                new = dotted(new_path)
-                mappings[new] = new_path
-                finals[rank].renamed[new] = name
-                if path[depth + 1 :] == ("params",):
-                    finals[rank].values[new] = merged[number].fqns
-                index = dataclasses.replace(item.index, fqn=new)
-                kept.append(dataclasses.replace(item, index=index))
-            plans[rank] = dataclasses.replace(plan, items=kept, planner_data=mappings)
-        shared = []
-        for rank, report in enumerate(reports):
-            kept_containers = Containers()
-            for where, each in report.containers.items():
-                if where[:1] != ("param_groups",):
-                    kept_containers[where] = each
-                elif (rank, where[1]) in number_of:
-                    to = number_of[rank, where[1]]  # type: ignore[index]
-                    moved: Path = (*where[:1], to, *where[2:])
-                    kept_containers[moved] = each
-            shared.append(kept_containers)
-        return [g.fqns for g in merged], agree_on_containers(key, shared), owners
 
     # ------------------------------------------------------------ writing
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Take this rank's share of the global plan."""
-        if isinstance(new_plan.planner_data, _FinalData):
-            self._final = new_plan.planner_data
+        if isinstance(new_plan.planner_data, Share):
+            self._share = new_plan.planner_data
             new_plan = dataclasses.replace(new_plan, planner_data=None)
-        held = {*self.state_dict, *self._final.renamed, *self._final.values}
+        held = {*self.state_dict, *self._share.renamed, *self._share.values}
         for item in new_plan.items:
             index = item.index
-            if not (index.fqn in held or index in self._pieces or index in self._final.zeros):
+            if not (index.fqn in held or index in self._pieces or index in self._share.zeros):
                 raise LayoutError(
                     f"{index.fqn}: expected to write what this rank holds, found that the global "
                     f"plan wants of it {tuple(index.offset or ())}, which it does not hold"
@@ -514,14 +349,14 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """A view of the optimizer's own memory for a box; else as DCP's default planner."""
-        if write_item.index in self._final.zeros:
+        if write_item.index in self._share.zeros:
             data = tensor_data(write_item)
             return torch.zeros(data.chunk.sizes, dtype=data.properties.dtype, device="cpu")
         tensor = self._pieces.get(write_item.index)
         if tensor is None:
             found: Any = super().resolve_data(write_item)
             flattened = write_item.type == WriteItemType.SHARD and (
-                write_item.index.fqn in self._final.renamed
+                write_item.index.fqn in self._share.renamed
             )
             return found.reshape(-1) if flattened else found
         return tensor
@@ -539,9 +374,9 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             ) from error
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        if index.fqn in self._final.values:
-            return self._final.values[index.fqn]
-        name = self._final.renamed.get(index.fqn, index.fqn)
+        if index.fqn in self._share.values:
+            return self._share.values[index.fqn]
+        name = self._share.renamed.get(index.fqn, index.fqn)
         if name in self._locals and name != index.fqn:
             return self._locals[name]
         return super().lookup_object(dataclasses.replace(index, fqn=name))
@@ -557,14 +392,3 @@ def _shard_item(index: MetadataIndex, view: torch.Tensor, shape: tuple[int, ...]
             size=torch.Size(shape),
         ),
     )
-
-
-def _options(keys: Iterable[str]) -> list[str]:
-    """Keys of options that are kept per rank, as they are without a rank's signature."""
-    return list(dict.fromkeys(f"param_groups{key.partition('.param_groups')[2]}" for key in keys))
-
-
-def _distinct(values: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    found.extend(value for value in values if value is not None and value not in found)
-    return found
