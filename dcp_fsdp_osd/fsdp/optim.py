@@ -356,6 +356,7 @@ def _flat_layout(unit: UnitView, members: Sequence[_Member]) -> ParamLayout:
         numel=unit.numel,
         sharded=unit.sharded or any(segment.within is not None for segment in segments),
         shard_group=unit.shard_group,
+        replicated=unit.replicated,
         problem="\n".join(member.problem for member in members if member.problem),
     )
 
@@ -373,6 +374,7 @@ def _orig_layout(unit: UnitView, member: _Member) -> ParamLayout:
         numel=own.numel,
         sharded=True,
         shard_group=unit.shard_group,
+        replicated=unit.replicated,
         problem=member.problem,
     )
 

@@ -103,6 +103,11 @@ class UnitView:
     extended: bool
 
     @property
+    def replicated(self) -> bool:
+        """Whether there may be ranks outside of its shard group that hold the same."""
+        return not self.sharded or dist.get_world_size(self.group) < dist.get_world_size()
+
+    @property
     def training_state(self) -> str:
         """``"IDLE"`` outside of forward, backward and ``summon_full_params``."""
         name: str = private_of(self.handle, "_training_state", "FlatParamHandle").name

@@ -146,6 +146,7 @@ class ParamLayout:
         shard_group: of kind ``FLAT``: the lowest global rank of the group that the flat tensor is
             sharded over. Groups that hold replicas may cut them at different places.
         box: of kind ``DTENSOR``: this rank's box, if it is not the whole.
+        replicated: of kind ``FLAT``: there may be other groups that it is sharded over alike.
         problem: why its state cannot be saved or loaded, of which other ranks may not know.
         placed: of kind ``DTENSOR``: how it lies on its mesh (``placement_text``).
     """
@@ -160,6 +161,7 @@ class ParamLayout:
     shard_group: int = 0
     problem: str = ""
     placed: str = ""
+    replicated: bool = False
 
     @property
     def empty(self) -> bool:

@@ -16,6 +16,7 @@ from dcp_fsdp_osd.lowbit.save import agree_on_quantized
 from dcp_fsdp_osd.save.agree import drop_overlaps, fill_holes
 from dcp_fsdp_osd.save.groups import agree_on_groups
 from dcp_fsdp_osd.save.per_rank import keep_per_rank, stateless_ranks
+from dcp_fsdp_osd.save.replicas import warn_of_replicas
 from dcp_fsdp_osd.save.report import Report, Share
 
 __all__ = ["agree"]
@@ -33,6 +34,7 @@ def agree(
         LayoutError: ranks do not fit together.
     """
     groups = agree_on_groups(key, reports, plans, shares)
+    warn_of_replicas(key, [report.replicas for report in reports])
     quantized, unquantized = agree_on_quantized(key, [r.quantized for r in reports], plans)
     kept, owners = keep_per_rank(key, reports, plans, groups.varying)
     for share, *renamed in zip(shares, unquantized, kept, strict=True):

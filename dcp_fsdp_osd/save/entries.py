@@ -25,9 +25,9 @@ from dcp_fsdp_osd.layout.placements import dtensor_problem, placement_text
 from dcp_fsdp_osd.lowbit.blocks import is_wrapper, local_part
 from dcp_fsdp_osd.lowbit.save import quantized_entries
 from dcp_fsdp_osd.save.report import GroupInfo, Report
-from dcp_fsdp_osd.tree import Path, digest, digest_scalars, dotted, holds_tensor, leaves
+from dcp_fsdp_osd.tree import Path, digest, dotted, holds_tensor, leaves
 
-__all__ = ["SaveEntries", "save_entries", "shared_digests"]
+__all__ = ["SaveEntries", "save_entries"]
 
 
 @dataclass
@@ -90,21 +90,6 @@ def save_entries(state_dict: Mapping[str, Any], layout: FlatLayout, key: Path) -
             if segment.fqn not in stateful and segment.numel:
                 entries.report.stateless[segment.fqn] = [(segment.start, segment.stop)]
     return entries
-
-
-def shared_digests(entries: SaveEntries) -> dict[str, str]:
-    """Digests of values that belong to no rank, and so are to be the same everywhere; by key."""
-    depth, info = entries.report.depth, entries.report.info
-    users, whole = set(info.user), set(entries.whole)
-    own = {path: v for path, v in entries.plain.items() if not entries.is_per_rank(path)}
-    digests = digest_scalars({p: v for p, v in own.items() if p[depth] != "param_groups"})
-    for path, value in entries.plain.items():
-        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        extra = path[depth] not in ("state", "param_groups") and path in own
-        user = path[depth] == "state" and path[depth + 1] in users
-        if plain and (extra or user or path in whole):
-            digests[dotted(path)] = digest(value)
-    return digests
 
 
 def _save_states(

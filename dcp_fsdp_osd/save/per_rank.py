@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import (
 
 from dcp_fsdp_osd.checkpoint import per_rank_prefix
 from dcp_fsdp_osd.errors import LayoutError, listed, several
+from dcp_fsdp_osd.save.replicas import EQUAL
 from dcp_fsdp_osd.save.report import Report
 from dcp_fsdp_osd.tree import Path, dotted
 
@@ -160,6 +161,7 @@ def _differing(key: str, reports: Sequence[Report]) -> set[str]:
             f"{key}: expected state that is not cut as its parameter is to be the same on every "
             f"rank that holds the same part of the model, found {len(refused)} that differ:\n  "
             + listed(refused)
+            + f"\n{EQUAL}"
         )
     return differing
 

@@ -45,8 +45,9 @@ from dcp_fsdp_osd.misuse.waiting import watched
 from dcp_fsdp_osd.optim_class import describe_optim
 from dcp_fsdp_osd.save.agree import check_others, share_out, tensor_data
 from dcp_fsdp_osd.save.consensus import agree
-from dcp_fsdp_osd.save.entries import SaveEntries, save_entries, shared_digests
+from dcp_fsdp_osd.save.entries import SaveEntries, save_entries
 from dcp_fsdp_osd.save.model import model_entries
+from dcp_fsdp_osd.save.replicas import replica_digests, shared_digests
 from dcp_fsdp_osd.save.report import Report, Share
 from dcp_fsdp_osd.stateful.guard import guarded, without_guard
 from dcp_fsdp_osd.stateful.model import ModelGuard
@@ -239,11 +240,14 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         super().set_up_planner(rest, storage_meta, is_coordinator)
         for path, value in models:
             self._add(path, model_entries(value, path))
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if several:
             self._fingerprint(tuple(f"{dotted(path)}." for path, _ in models))
         for key, (path, value) in flat.items():
             entries = save_entries(value, layouts[key], path)
             entries.report.scalars = shared_digests(entries)
+            if several:
+                entries.report.replicas = replica_digests(entries, layouts[key])
             optimizer = optimizers.get(key)
             if optimizer is not None:
                 entries.report.info.optimizers.append(optimizer)

@@ -45,6 +45,8 @@ class Report:
         heads: FQN -> first FQN of its flat parameter.
         containers: the mappings below the optimizer that are not dicts with text for keys.
         scalars: key of a value that is to be the same on all ranks -> digest.
+        replicas: key of a tensor like its parameter, and the part that this rank holds as others
+            may -> digest.
         quantized: what of the state is quantized in blocks.
         signature: of the layout.
         depth: of the optimizer's path.
@@ -63,6 +65,7 @@ class Report:
     heads: dict[str, str] = field(default_factory=dict)
     containers: Containers = field(default_factory=Containers)
     scalars: dict[str, str] = field(default_factory=dict)
+    replicas: dict[str, str] = field(default_factory=dict)
     quantized: QuantizedReport = field(default_factory=QuantizedReport)
     signature: str = ""
     depth: int = 1
