@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Two at a time: while ranks of one test wait for each other, another test uses the cores.
+PYTEST := -q -n 2 --dist loadfile
 
 # Another torch, from PyPI with gigabytes of CUDA: make test-torch TORCH=2.6.0 [TESTS=tests/storage]
 TORCH ?= 2.6.0
@@ -28,10 +30,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -q -m 'not slow'
+	$(BIN)/python -m pytest $(PYTEST) -m 'not slow'
 
 test-slow: lint
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest $(PYTEST) -m slow
 
 $(TORCH_VENV)/.installed: pyproject.toml constraints.txt tests/versions/pins.py
 	$(PYTHON) -m venv $(TORCH_VENV)
@@ -41,7 +43,7 @@ $(TORCH_VENV)/.installed: pyproject.toml constraints.txt tests/versions/pins.py
 	touch $@
 
 test-torch: $(TORCH_VENV)/.installed
-	$(TORCH_VENV)/bin/python -m pytest -q -m 'not slow' $(TESTS)
+	$(TORCH_VENV)/bin/python -m pytest $(PYTEST) -m 'not slow' $(TESTS)
 
 test-versions: $(STAMP)
 	$(BIN)/python -m pytest -q tests/versions $(foreach python,$(PYTHONS),--other-python=$(python))

@@ -212,8 +212,9 @@ def _rank(rank: int, job: dict[str, Any]) -> None:
 
 def _spawn(job: dict[str, Any], timeout: float) -> list[Any]:
     """Run a job on new processes; each rank's result.  None of them is left, whatever happens."""
+    mp.set_forkserver_preload([__spec__.name, "torch._dynamo"])  # imports torch once for all
     started = mp.start_processes(
-        _rank, args=(job,), nprocs=job["world"], join=False, start_method="spawn"
+        _rank, args=(job,), nprocs=job["world"], join=False, start_method="forkserver"
     )
     deadline = time.monotonic() + timeout
     try:

@@ -207,10 +207,13 @@ def _checkpoints(
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_every_layout_to_every_layout(tmp_path: Path) -> None:
     worlds = (0, 1, 2, 4)
-    saved = _checkpoints(tmp_path, LAYOUTS, worlds, ["adamw", "momentum"])
+    saved = _checkpoints(tmp_path, LAYOUTS, worlds, ["adamw"])
     loads = sum(_run(_load_all, world, _layouts(LAYOUTS, world), saved) for world in worlds)
     places = 3 * (len(LAYOUTS) - 1) + 1
-    assert loads == places * places * 2
+    assert loads == places * places
+    saved = _checkpoints(tmp_path, LAYOUTS, (0, 2), ["momentum"])  # has no scalars
+    loads = sum(_run(_load_all, world, [f"FSDP{world // 2}"], saved) for world in (2, 4))
+    assert loads == 2 * len(LAYOUTS)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -220,8 +223,8 @@ def test_variants_to_and_fro(tmp_path: Path) -> None:
     layouts = _checkpoints(tmp_path, ["FSDP1 flat", "one process"], (0, 4), ["adamw"])
     _run(_load_all, 0, ["one process"], variants)
     _run(_load_all, 2, ["FSDP1", "FSDP2"], variants)
-    _run(_load_all, 2, _layouts(VARIANTS, 2), [*variants[1::2], *layouts])
-    _run(_load_all, 4, _layouts(VARIANTS, 4), [*variants[::2], *layouts])
+    _run(_load_all, 2, _layouts(VARIANTS, 2), [*variants[1::4], *layouts])
+    _run(_load_all, 4, _layouts(VARIANTS, 4), [*variants[::4], *layouts])
 
 
 def _next_steps(rank: int, world: int, path: str) -> None:
@@ -229,7 +232,7 @@ def _next_steps(rank: int, world: int, path: str) -> None:
         model, fresh_model = _TABLES[name](world), _TABLES[name](world)
         # DDP adds up gradients in other buckets, so in another order, in its very first step.
         train_steps(fresh_model, torch.optim.SGD(fresh_model.parameters(), lr=0.0), 1)
-        for optim in OPTIMIZERS["adamw"], OPTIMIZERS["momentum"]:
+        for optim in [OPTIMIZERS[n] for n in ("adamw", "momentum")[: 1 + (name in LAYOUTS)]]:
             optimizer = optim(model.parameters())
             train_steps(model, optimizer, 2)
             where = f"{path}/{_name(name, world, type(optimizer).__name__)}"

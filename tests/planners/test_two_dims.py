@@ -214,18 +214,18 @@ def _load_all(rank: int, world: int, paths: list[str], names: list[str]) -> None
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_two_dimensions_to_and_fro(tmp_path: Path) -> None:
-    """Every pair at 2 and 4 ranks, with sizes that tensor parallelism divides unevenly too."""
-    paths = [str(tmp_path / "0 one process")]
+    """Every pair, between 2 and 4 ranks, with sizes that TP divides unevenly too."""
     _save_all(0, 0, str(tmp_path), ["one process"])
+    paths = {world: [str(tmp_path / "0 one process")] for world in (2, 4)}
     parallel = [name for name in LAYOUTS if name != "one process"]
     for world in (2, 4):
         # FSDP1 over TP on 2 ranks shards over one: see below
         names = [n for n in parallel if world == 4 or n != "FSDP1 over TP"]
         run_ranks(_save_all, world, str(tmp_path), names)
-        paths += [f"{tmp_path}/{world} {name}" for name in names]
-    _load_all(0, 0, paths, ["one process"])
-    run_ranks(_load_all, 2, paths, [n for n in parallel if n != "FSDP1 over TP"], timeout=120)
-    run_ranks(_load_all, 4, paths, parallel, timeout=120)
+        paths[world] += [f"{tmp_path}/{world} {name}" for name in names]
+    _load_all(0, 0, paths[2] + paths[4][1:], ["one process"])
+    run_ranks(_load_all, 2, paths[4], [n for n in parallel if n != "FSDP1 over TP"], timeout=120)
+    run_ranks(_load_all, 4, paths[2], parallel, timeout=120)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -19,4 +19,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "other_python" in metafunc.fixturenames:
         others = metafunc.config.getoption("--other-python", default=None)
-        metafunc.parametrize("other_python", others or [sys.executable])
+        # This interpreter's own checkpoints are the matter of all other tests.
+        itself = pytest.param(sys.executable, marks=pytest.mark.slow)
+        metafunc.parametrize("other_python", others or [itself])
