@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -29,6 +28,7 @@ from dcp_fsdp_osd import (
     StreamingReader,
     StreamingWriter,
 )
+from tests import ranks
 from tests.models import full_state
 
 __all__ = ["Job", "Side", "draw", "load", "save"]
@@ -145,9 +145,9 @@ def _build(job: Job, side: Side, seed: int) -> tuple[FSDP, torch.optim.Optimizer
     world = dist.get_world_size()
     mesh = None
     if side.strategy in _HYBRID:
-        mesh = init_device_mesh("cpu", (2, world // 2))
+        mesh = ranks.mesh(2, world // 2)
     elif side.mesh:
-        mesh = init_device_mesh("cpu", (world,))
+        mesh = ranks.mesh(world)
 
     def wrap(module: nn.Module, root: bool = False) -> nn.Module:
         kids = module.kids

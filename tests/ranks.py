@@ -39,9 +39,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["GRACE", "RankError", "RankFailure", "close_pool", "run_ranks", "type_names"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["GRACE", "RankError", "RankFailure", "close_pool", "mesh", "run_ranks", "type_names"]
 
 GRACE = 5.0
 """Seconds that the other ranks get to fail by themselves after one has failed."""
@@ -110,6 +113,19 @@ def run_ranks(
     when any rank raised, died or took longer than ``timeout`` seconds.
     """
     return _pool.run(world_size, pickle.dumps((fn, args)), timeout)
+
+
+_meshes: dict[Any, DeviceMesh] = {}
+
+
+def mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A mesh on CPU, on a rank: the same one for all models of a call, because each mesh has
+    process groups of its own, with connections and threads."""
+    if (shape, names) not in _meshes:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        _meshes[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return _meshes[shape, names]
 
 
 def close_pool() -> None:
@@ -369,6 +385,7 @@ def _clean_up(rank: int, threads_before: set[threading.Thread]) -> bytes:
 
         from tests.torch_gaps import forget_placements, let_groups_rest
 
+        _meshes.clear()
         let_groups_rest()
         _close_groups()
         torch.set_default_dtype(torch.float32)

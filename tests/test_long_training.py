@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +26,7 @@ from dcp_fsdp_osd import (
     StreamingReader,
     StreamingWriter,
 )
+from tests import ranks
 from tests.models import Block, Transformer, wrap_fsdp1
 from tests.ranks import run_ranks
 
@@ -54,7 +54,7 @@ def _wrap(kind: str, model: nn.Module, world: int) -> nn.Module:
         "no shard": {"policy": "blocks", "strategy": "NO_SHARD"},
     }
     if kind == "mesh":
-        return wrap_fsdp1(model, device_mesh=init_device_mesh("cpu", (world,)))
+        return wrap_fsdp1(model, device_mesh=ranks.mesh(world))
     return wrap_fsdp1(model, **options[kind])
 
 

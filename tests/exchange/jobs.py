@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests import ranks
 from tests.models import MODELS, Mlp, train_steps, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS
 
@@ -55,7 +55,7 @@ def wrapped(
     """A model of one of the replicated kinds, and its optimizer; ``model``: a name or a builder."""
     module = MODELS[model]() if isinstance(model, str) else model()
     if kind in ("hsdp", "hsdp_flat", "fsdp2"):
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = ranks.mesh(2, world // 2, names=("replicate", "shard"))
     if kind in ("hsdp", "hsdp_flat"):
         module = wrap_fsdp1(
             module,

@@ -19,12 +19,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dcp_fsdp_osd import FlatModelState, FlatOptimLoadPlanner, FlatOptimSavePlanner
+from tests import ranks
 from tests.models import Block, Mlp, wrap_fsdp1
 from tests.planners.checks import assert_same, differences
 from tests.ranks import run_ranks
@@ -82,7 +82,7 @@ def _build(rank: int, world: int, name: str, seed: int = 0) -> nn.Module:
     dense, wrap, place = LAYOUTS[name]
     model = Mixture(_numbers(place, rank, world), seed)
     if wrap:
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ep", "dp"))["dp"]
+        mesh = ranks.mesh(2, world // 2, names=("ep", "dp"))["dp"]
         for number, expert in list(model.experts.items()):
             if wrap == "fsdp2":
                 fully_shard(expert, mesh=mesh)

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import (
     ShardedOptimStateDictConfig,
@@ -30,6 +29,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from tests import ranks
 from tests.models import Block, Mlp, train_steps, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, assert_same, load, make, save
 from tests.ranks import RankError, run_ranks
@@ -44,7 +44,7 @@ def build(kind: str, world: int, optim: str = "adamw") -> tuple[nn.Module, torch
     elif kind == "fsdp1_flat":
         model = wrap_fsdp1(model, use_orig_params=False)
     elif kind == "fsdp1_dtensor":
-        model = wrap_fsdp1(model, device_mesh=init_device_mesh("cpu", (world,)))
+        model = wrap_fsdp1(model, device_mesh=ranks.mesh(world))
     elif kind == "fsdp2":
         for module in model.modules():
             if isinstance(module, Block):

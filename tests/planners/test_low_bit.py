@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +29,7 @@ from dcp_fsdp_osd import (
     StreamingWriter,
     verify_optim_state,
 )
+from tests import ranks
 from tests.models import wrap_fsdp1
 from tests.planners.checks import assert_same, load, save
 from tests.ranks import run_ranks
@@ -73,11 +73,11 @@ def make(
     elif kind == "hsdp":
         size = dist.get_world_size()
         names = ("replicas", "shards")
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=names))
+        fully_shard(model, mesh=ranks.mesh(2, size // 2, names=names))
     elif kind == "columns":
         fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1))
     elif kind == "tp":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = ranks.mesh(dist.get_world_size())
         for key, param in list(model.named_parameters()):
             columns = distribute_tensor(param.detach(), mesh, [Shard(param.dim() - 1)])
             setattr(model, key, nn.Parameter(columns))

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -30,6 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests import ranks
 from tests.models import Odd, train_steps, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, differences, load, raw, save
 from tests.ranks import run_ranks
@@ -39,19 +39,19 @@ _FULL = StateDictOptions(full_state_dict=True)
 
 def _fsdp1(world: int, *, mesh: bool, **options: Any) -> nn.Module:
     if mesh:
-        options["device_mesh"] = init_device_mesh("cpu", (world,))
+        options["device_mesh"] = ranks.mesh(world)
     return wrap_fsdp1(Odd(), **options)
 
 
 def _hybrid1(world: int, **options: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = ranks.mesh(2, world // 2, names=("replicate", "shard"))
     return wrap_fsdp1(Odd(), strategy="HYBRID_SHARD", device_mesh=mesh, **options)
 
 
 def _fsdp2(world: int, *, hybrid: bool = False, **options: Any) -> nn.Module:
     shape = (2, world // 2) if hybrid else (world,)
     names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = ranks.mesh(*shape, names=names)
     model = Odd()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor
@@ -38,6 +37,7 @@ from dcp_fsdp_osd import (
     verify_model_state,
 )
 from dcp_fsdp_osd.stateful.guard import GUARD_KEY
+from tests import ranks
 from tests.models import MODELS, Block, Conv, Mlp, adamw, inner, train_steps, wrap_fsdp1
 from tests.planners.checks import assert_same
 from tests.planners.test_two_dims import LAYOUTS
@@ -92,9 +92,9 @@ def wrap(kind: str, model: nn.Module, world: int, **options: Any) -> nn.Module:
     if kind == "fsdp1_flat":
         return wrap_fsdp1(model, use_orig_params=False, **options)
     if kind == "fsdp1_dtensor":
-        return wrap_fsdp1(model, device_mesh=init_device_mesh("cpu", (world,)), **options)
+        return wrap_fsdp1(model, device_mesh=ranks.mesh(world), **options)
     if kind == "hybrid":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "shards"))
+        mesh = ranks.mesh(2, world // 2, names=("copies", "shards"))
         return wrap_fsdp1(model, strategy="HYBRID_SHARD", device_mesh=mesh, **options)
     if kind == "no_shard":
         return wrap_fsdp1(model, strategy="NO_SHARD", **options)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -37,6 +37,7 @@ from dcp_fsdp_osd import FlatModelState, FlatOptimLoadPlanner, FlatOptimSavePlan
 from dcp_fsdp_osd.fsdp.optim import describe_target
 from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.stateful.guard import GUARD_KEY
+from tests import ranks
 from tests.models import Mlp, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, assert_same, differences, load, raw, save
 from tests.ranks import RankError, run_ranks
@@ -82,7 +83,7 @@ def _parallel(mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 
 def _fsdp1(world: int, *, use_orig_params: bool = True, **options: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = ranks.mesh(world // 2, 2, names=("dp", "tp"))
     return wrap_fsdp1(
         _parallel(mesh["tp"], **options),
         policy="root",
@@ -92,7 +93,7 @@ def _fsdp1(world: int, *, use_orig_params: bool = True, **options: Any) -> nn.Mo
 
 
 def _fsdp2(world: int, **options: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = ranks.mesh(world // 2, 2, names=("dp", "tp"))
     model = _parallel(mesh["tp"], **options)
     for layer in model.children():
         fully_shard(layer, mesh=mesh["dp"])
@@ -100,7 +101,7 @@ def _fsdp2(world: int, **options: Any) -> nn.Module:
 
 
 def _tp(world: int, **options: Any) -> nn.Module:
-    return _parallel(init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), **options)
+    return _parallel(ranks.mesh(world, names=("tp",)), **options)
 
 
 def _hybrid(
@@ -110,7 +111,7 @@ def _hybrid(
 
     def build(world: int, **options: Any) -> nn.Module:
         shape = (world // tp // shards, shards, tp)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "dp", "tp"))
+        mesh = ranks.mesh(*shape, names=("copies", "dp", "tp"))
         model = _parallel(mesh["tp"], **options)
         if kind == "fsdp1":
             return wrap_fsdp1(
@@ -340,7 +341,7 @@ class _Parameters(nn.Module):
 
 
 def _placements(rank: int, world: int, path: str, saves: bool) -> None:
-    model = _Parameters(init_device_mesh("cpu", (2, 2)))
+    model = _Parameters(ranks.mesh(2, 2))
     optim = _weights_as_state(model)
     if saves:
         save(model, optim, path)
@@ -362,7 +363,7 @@ def test_every_pair_of_placements(tmp_path: Path) -> None:
 
 def _strided(rank: int, world: int, sizes: list[int]) -> list[bool]:
     """For each number of rows: is a ``_StridedShard`` on its own, dealt by torch, refused?"""
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = ranks.mesh(world)
     refused = []
     for rows in sizes:
         whole = torch.arange(rows)
@@ -399,7 +400,7 @@ def _refused(model: nn.Module, message: str) -> bool:
 
 def _known_to_one(rank: int, world: int, path: str, call: str) -> None:
     """Rank 1 alone has a parameter that cannot be saved: of too few rows, or as FSDP2 cuts it."""
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = ranks.mesh(world)
     model = nn.ModuleDict({"first": nn.Linear(2, 2)})
     if call != "save":  # something to load
         save(model, torch.optim.SGD(model.parameters()), path)
@@ -453,7 +454,7 @@ def test_shards_that_are_no_box_are_refused() -> None:
 
 def _fsdp2_over_tp_boxes(rank: int, world: int, size: int) -> list[int]:
     """What torch says of uneven strided shards is what they hold; returns the sizes refused."""
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = ranks.mesh(world // 2, 2, names=("dp", "tp"))
     refused = []
     for rows in range(1, size):
         whole = torch.arange(rows * 2.0).view(rows, 2)
@@ -509,7 +510,7 @@ def _stages(rank: int, world: int, cut: str, wrap: str) -> nn.Module:
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         return wrap_fsdp1(model, process_group=groups[rank // 2])
     if wrap == "fsdp2":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))
+        mesh = ranks.mesh(2, 2, names=("stage", "dp"))
         return fully_shard(model, mesh=mesh["dp"])
     return model
 

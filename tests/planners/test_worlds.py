@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,6 +29,7 @@ from dcp_fsdp_osd import (
     StreamingWriter,
 )
 from dcp_fsdp_osd.fsdp.optim import describe_target
+from tests import ranks
 from tests.models import (
     Conv,
     Mlp,
@@ -47,7 +47,7 @@ from tests.torch_gaps import async_kinds, async_save, needs_groups_without_rank_
 
 
 def _hybrid(rank: int, world: int, path: str, strategy: str, use_orig_params: bool) -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = ranks.mesh(2, 2, names=("replicate", "shard"))
     wrapping = {"strategy": strategy, "device_mesh": mesh, "use_orig_params": use_orig_params}
     model, optim = make(**wrapping)
     before = optim.state_dict()
@@ -134,7 +134,7 @@ def _variant(rank: int, world: int, path: str, variant: str) -> None:
         elif variant == "mixed":
             wrapped = wrap_fsdp1(model, mixed_precision=MixedPrecision(torch.bfloat16))
         elif variant == "mesh":
-            wrapped = wrap_fsdp1(model, device_mesh=init_device_mesh("cpu", (world,)))
+            wrapped = wrap_fsdp1(model, device_mesh=ranks.mesh(world))
         else:
             wrapped = wrap_fsdp1(model)
         optim = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
