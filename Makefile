@@ -12,8 +12,11 @@ TESTS ?= tests
 TORCH_VENV := .venv-torch-$(TORCH)
 # Checkpoints between two: make test-versions PYTHONS=".venv-torch-2.6.0/bin/python ..."
 PYTHONS ?=
+# How many mutants of the pure modules are tried, drawn by a seed: make mutate MUTANTS=200 SEED=2
+MUTANTS ?= 100
+SEED ?= 1
 
-.PHONY: demo test test-slow test-torch test-versions lint bench clean
+.PHONY: demo test test-slow test-torch test-versions mutate lint bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -48,10 +51,25 @@ test-torch: $(TORCH_VENV)/.installed
 test-versions: $(STAMP)
 	$(BIN)/python -m pytest -q tests/versions $(foreach python,$(PYTHONS),--other-python=$(python))
 
+$(VENV)/.mutmut: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutate]'
+	touch $@
+
+# The first run makes all mutants, finds which tests reach which, and tries those of one function.
+mutate: $(VENV)/.mutmut
+	$(BIN)/mutmut run --max-children 1 'dcp_fsdp_osd.layout.geometry.x_box_view__mutmut_*'
+	$(BIN)/mutmut results --all true | $(BIN)/python -c "import random, sys; \
+		names = sorted(line.split(':')[0].strip() for line in sys.stdin if '__mutmut_' in line); \
+		print(*random.Random($(SEED)).sample(names, min($(MUTANTS), len(names))))" \
+		| xargs $(BIN)/mutmut run --max-children 1
+	$(BIN)/mutmut results --all true | grep -v 'not checked' \
+		| awk -F': ' '{ split($$1, path, "."); tried[path[2] "/" path[3] ": " $$2]++ } \
+			END { for (each in tried) print each, tried[each] }' | tr -d ' ' | sort
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.stock_vs_ours
 	$(BIN)/python -m benchmarks.storage
 	$(BIN)/python -m benchmarks.exchange
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* mutants build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
