@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import dcp_fsdp_osd
 
@@ -104,3 +107,28 @@ def test_modules_say_what_they_are_for_and_stay_small() -> None:
         text = path.read_text()
         assert ast.get_docstring(ast.parse(text)), f"{module} has no docstring"
         assert len(text.split("\n")) <= MOST_LINES, f"{module} has outgrown its room"
+
+
+def _named(hint: Any) -> Iterator[type]:
+    """The classes in a type hint."""
+    inner = [*typing.get_args(hint)]
+    for each in inner:
+        for part in each if isinstance(each, list) else [each]:
+            yield from _named(part)
+    if not inner and isinstance(hint, type):
+        yield hint
+
+
+def test_what_public_signatures_name_is_exported() -> None:
+    public = {name: getattr(dcp_fsdp_osd, name) for name in dcp_fsdp_osd.__all__}
+    calls = [each.__init__ if isinstance(each, type) else each for each in public.values()]
+    missing = {
+        f"{call.__qualname__}: {each.__name__}"
+        for call in calls
+        if inspect.isfunction(call) and call.__module__.startswith("dcp_fsdp_osd.")
+        for hint in typing.get_type_hints(call, vars(typing) | public | call.__globals__).values()
+        for each in _named(hint)
+        if each.__module__.startswith("dcp_fsdp_osd.")
+        if each not in [*public.values(), *vars(dcp_fsdp_osd.layout).values()]
+    }
+    assert not missing

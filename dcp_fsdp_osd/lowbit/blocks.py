@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ from dcp_fsdp_osd.tree import Path, digest
 
 __all__ = [
     "Quantized",
-    "QuantizedReport",
     "interval",
     "is_wrapper",
     "join",
@@ -97,20 +96,6 @@ class Quantized:
     def torch_dtype(self) -> torch.dtype:
         found = getattr(torch, self.dtype, None)
         return found if isinstance(found, torch.dtype) else torch.float32
-
-
-@dataclass
-class QuantizedReport:
-    """One rank's quantized state of one optimizer.
-
-    Attributes:
-        states: key of the state (``optim.state.<fqn>.exp_avg``) -> how it is saved.
-        intervals: key of the state -> the elements that this rank holds, where they are whole
-            blocks.
-    """
-
-    states: dict[str, Quantized] = field(default_factory=dict)
-    intervals: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def _frozen(value: Any) -> Any:

@@ -25,14 +25,17 @@ from dcp_fsdp_osd.lowbit.blocks import (
     PLAIN,
     SCALE,
     Quantized,
-    QuantizedReport,
     interval,
     local_part,
     split,
 )
 from dcp_fsdp_osd.tree import Path
 
-__all__ = ["QuantizedEntries", "agree_on_quantized", "quantized_entries"]
+__all__ = ["QuantizedEntries", "QuantizedReport", "agree_on_quantized", "quantized_entries"]
+
+QuantizedReport = dict[str, tuple[Quantized, tuple[int, int] | None]]
+"""One rank's quantized state of one optimizer: key of the state (``optim.state.<fqn>.exp_avg``) ->
+``how`` and ``interval`` of its entries."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +71,17 @@ def quantized_entries(
         LayoutError: ``value`` is some other tensor subclass, or not cut as its parameter is.
     """
     cut_alike = param.kind is (ParamKind.DTENSOR if isinstance(value, DTensor) else ParamKind.WHOLE)
-    found = split(value, param, path) if cut_alike else None
+    parts = split(value, param, path) if cut_alike else None
     part = interval(param) if cut_alike else None
     local = local_part(value)
-    if found is None or (part is not None and part[1] - part[0] != local.numel()):
+    if parts is None or (part is not None and part[1] - part[0] != local.numel()):
         raise LayoutError(
             f"{name}: expected a plain tensor, or one that is quantized in blocks as "
             f"torchao's are and cut like its parameter by FSDP2, found a {type(local).__name__} "
             f"of a parameter of kind {param.kind.value!r}: a load would give back plain tensors in "
             f"its place. Save an optimizer whose state are plain tensors, or use fully_shard"
         )
-    how, inner = found
+    how, inner = parts
     if part is None or part[0] % how.block_size or part[1] % how.block_size:
         how = dataclasses.replace(how, signature=param.signature)
         return QuantizedEntries(how, None, dict(inner), {})
@@ -114,13 +117,13 @@ def agree_on_quantized(
     Raises:
         LayoutError: ranks hold one state in different ways that do not fit together.
     """
-    states = {name: how for report in reports for name, how in report.states.items()}
+    states = {name: how for report in reports for name, (how, _) in report.items()}
     renamed: list[dict[str, str]] = [{} for _ in plans]
     problems = _unlike(states, reports)
     stops = dict.fromkeys(states, 0)  # one past the last element that is in blocks
     for report in reports:
-        for name, (_, stop) in report.intervals.items():
-            stops[name] = max(stops[name], stop)
+        for name, (_, part) in report.items():
+            stops[name] = max(stops[name], part[1] if part is not None else 0)
     for rank, plan in enumerate(plans):
         items: list[WriteItem] = []
         mappings: dict[str, Path] = dict(plan.planner_data)
@@ -150,7 +153,7 @@ def agree_on_quantized(
             + "\nUse a block_size that divides what each rank holds, or shard these parameters "
             "otherwise"
         )
-    return list(dict.fromkeys(how for r in reports for how in r.states.values())), renamed
+    return list(dict.fromkeys(how for r in reports for how, _ in r.values())), renamed
 
 
 def _unlike(states: Mapping[str, Quantized], reports: Sequence[QuantizedReport]) -> list[str]:
@@ -159,15 +162,16 @@ def _unlike(states: Mapping[str, Quantized], reports: Sequence[QuantizedReport])
     for name in states:
         kinds: dict[tuple[Quantized, bool], list[int]] = {}
         for rank, report in enumerate(reports):
-            if name in report.states:
-                how = dataclasses.replace(report.states[name], signature="")
-                kinds.setdefault((how, name in report.intervals), []).append(rank)
+            if name in report:
+                how, part = report[name]
+                kind = dataclasses.replace(how, signature=""), part is not None
+                kinds.setdefault(kind, []).append(rank)
         if len(kinds) > 1:
-            found = [
+            each = [
                 f"{how.describe()}, {'whole ones' if whole else 'cut otherwise'}, on ranks {ranks}"
                 for (how, whole), ranks in kinds.items()
             ]
-            lines.append(f"{name}: {'; '.join(found)}")
+            lines.append(f"{name}: {'; '.join(each)}")
     return lines
 
 

@@ -251,17 +251,15 @@ def _save_quantized(
     param: ParamLayout, path: Path, value: torch.Tensor, key: Path, entries: SaveEntries
 ) -> None:
     place = _state_path(key, param.fqns[0], path)
-    found = quantized_entries(param, path, value, dotted(place))
-    entries.report.quantized.states[dotted(place)] = found.how
-    if found.interval is None:
+    split = quantized_entries(param, path, value, dotted(place))
+    entries.report.quantized[dotted(place)] = split.how, split.interval
+    if split.interval is None:
         place = _per_rank_path(key, param, param.signature, path)
         entries.report.info.opaque.update(
-            (dotted((*place, name)), param.describe()) for name in found.plain
+            (dotted((*place, name)), param.describe()) for name in split.plain
         )
-    else:
-        entries.report.quantized.intervals[dotted(place)] = found.interval
-    entries.plain.update(((*place, name), tensor) for name, tensor in found.plain.items())
-    entries.pieces.update(((*place, name), piece) for name, piece in found.pieces.items())
+    entries.plain.update(((*place, name), tensor) for name, tensor in split.plain.items())
+    entries.pieces.update(((*place, name), piece) for name, piece in split.pieces.items())
 
 
 def _is_whole(param: ParamLayout, value: Any) -> bool:

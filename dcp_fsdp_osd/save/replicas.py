@@ -67,7 +67,7 @@ def replica_digests(entries: SaveEntries, layout: FlatLayout) -> dict[str, str]:
 def _whole(entries: SaveEntries) -> Iterator[tuple[str, str]]:
     depth, info = entries.report.depth, entries.report.info
     known = {*entries.report.scalars, *info.odd}
-    quantized = entries.report.quantized.states
+    quantized = entries.report.quantized
     for path, value in entries.plain.items():
         if (
             path[depth] == "state"

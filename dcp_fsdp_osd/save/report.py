@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_fsdp_osd.checkpoint import SavedInfo
 from dcp_fsdp_osd.containers import Containers
 from dcp_fsdp_osd.layout.geometry import Box
-from dcp_fsdp_osd.lowbit.blocks import QuantizedReport
+from dcp_fsdp_osd.lowbit.save import QuantizedReport
 
 __all__ = ["GroupInfo", "Report", "Share"]
 
@@ -66,7 +66,7 @@ class Report:
     containers: Containers = field(default_factory=Containers)
     scalars: dict[str, str] = field(default_factory=dict)
     replicas: dict[str, str] = field(default_factory=dict)
-    quantized: QuantizedReport = field(default_factory=QuantizedReport)
+    quantized: QuantizedReport = field(default_factory=dict)
     signature: str = ""
     depth: int = 1
     model: bool = False
