@@ -165,3 +165,21 @@ def test_what_touches_is_read_in_full_requests() -> None:
     fetches = coalesce(wanted, max_gap_bytes=0, max_bytes=8_000)
     assert sum(fetch.end - fetch.start for fetch in fetches) == position
     assert len(fetches) <= -(-position // 8_000) + 1
+
+
+def test_gaps_of_a_request_add_up() -> None:
+    """Each is allowed; together they are more than may be thrown away."""
+    wanted = [("f", FileRange(at, at + 100, 0, 0, (), 0)) for at in range(0, 660, 110)]
+    fetches = coalesce(wanted, max_gap_bytes=10, max_bytes=10_000)
+    assert [(fetch.start, fetch.end) for fetch in fetches] == [(0, 210), (220, 430), (440, 650)]
+    (fetch,) = coalesce(wanted, max_gap_bytes=10, max_bytes=10_000, max_waste=0.1)
+    assert (fetch.start, fetch.end) == (0, 650)
+
+
+def test_where_a_range_may_be_cut() -> None:
+    """At blocks of the checksum where there are any, else at multiples of the grain."""
+    for block, cut in ((64, 64), (0, 4)):
+        (found,) = file_ranges(
+            [Span(70, 90, 0, 0)], entry=0, origin=0, nbytes=1000, block=block, grain=4
+        )
+        assert found.grain == cut
