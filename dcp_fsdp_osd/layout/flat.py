@@ -2,7 +2,7 @@
 
 A :class:`FlatLayout` is a plain value: it can be pickled, printed and compared, and it can be
 made for any rank of any world from a description alone (:func:`simulate`), which is how many
-ranks are planned in one process.  ``dcp_fsdp_osd.fsdp`` makes the same value from a live model.
+ranks are planned in one process.  ``dcp_fsdp_osd.fsdp`` makes the same value from a current model.
 """
 
 from __future__ import annotations
