@@ -125,6 +125,7 @@ def test_keys_and_empty_dicts_of_nested_state(tmp_path: Path) -> None:
     save(model, optim, tmp_path)
     loaded = load(model, torch.optim.AdamW(model.parameters()), tmp_path)
     assert_same(loaded["state"][0], before["state"][0])
+    assert loaded["state"]["user"] == {3: {"a": {}}}
     assert loaded["param_groups"][0]["tags"] == {}
 
 
