@@ -19,7 +19,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from dcp_fsdp_osd.storage.session import Session
 from dcp_fsdp_osd.storage.store import Store
 from dcp_fsdp_osd.storage.transfer import Stats
 from dcp_fsdp_osd.storage.turn import Turn
+from dcp_fsdp_osd.storage.workers import Workers
 
 __all__ = ["Committer"]
 
@@ -79,7 +80,7 @@ class Committer:
         self._turn = Turn(self.call, session.url, rank=rank, stall=session.config.stall_seconds)
         self._begun: _Found | None = None
         self._own = "__" if rank is None else f"__{rank}_"
-        self._uploads: list[tuple[str, str]] = []  # under way when this save began
+        self._uploads: Future[list[tuple[str, str]]] | None = None  # under way before the commit
 
     def call(self, call: Callable[[Store], T], what: str) -> T:
         """`call(store)` with the session's retries."""
@@ -129,13 +130,11 @@ class Committer:
                 "without collectives cannot replace in one step; write elsewhere"
             )
         self._begun = self._look(found)
-        # What could not be listed is not cleaned up; not everybody may list it.
-        with contextlib.suppress(Exception):
-            self._uploads = [
-                (name, upload)
-                for name, upload in self._session.store.uploads()
-                if name.startswith(self._own) and name.endswith(".distcp")
-            ]
+        if not self._session.is_local:
+            # Beside the writing: the first listing may have to load a client.
+            lister = Workers(1, "dcp_fsdp_osd_uploads")
+            self._uploads = lister.submit(self._session.store.uploads)
+            lister.end(0)
 
     def _look(self, found: Mapping[str, int]) -> _Found:
         self._turn.look(found)
@@ -165,6 +164,7 @@ class Committer:
             StorageError: a checkpoint exists, another save was committed since this one began, or
                 the commit failed.
         """
+        uploads = self._abandoned_uploads(files)
         try:
             try:
                 found = self._turn.take()
@@ -181,10 +181,28 @@ class Committer:
         if self._turn.note is not None:
             debris.append(self._turn.note)
         self.quietly("remove what the new one replaces", lambda: self.remove(debris))
-        # Saves that were killed, or that will find that they have lost.
-        for name, upload in self._uploads:
-            with contextlib.suppress(Exception):
+
+        def abort() -> None:
+            for name, upload in uploads:
                 self._session.store.abort_upload(name, upload)
+
+        self.quietly("abort the uploads of dead saves", *([abort] if uploads else []))
+
+    def _abandoned_uploads(self, files: Collection[str]) -> list[tuple[str, str]]:
+        """Uploads of saves that were killed, or that will find that they have lost to this one.
+
+        What cannot be listed is not cleaned up; not everybody may list it.
+        """
+        if self._uploads is None:
+            return []
+        patience = min(self._session.config.stall_seconds, 10)
+        with contextlib.suppress(Exception):
+            return [
+                (name, upload)
+                for name, upload in self._uploads.result(patience)
+                if name.startswith(self._own) and name.endswith(".distcp") and name not in files
+            ]
+        return []
 
     def _check_unchanged(self, found: Mapping[str, int]) -> None:
         """Raise if another save was committed since this one began."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dcp_fsdp_osd.errors import StorageError
-from dcp_fsdp_osd.storage.location import join, local_path, resolve
+from dcp_fsdp_osd.storage.location import is_named, join, local_path, resolve
 from dcp_fsdp_osd.storage.once import from_first_rank
 from dcp_fsdp_osd.storage.session import Session, make_session
 from dcp_fsdp_osd.storage.store import Backend, Commit
@@ -32,7 +32,8 @@ def latest(
     Checkpoints are the folders directly below `path_or_url` that hold a ``.metadata``; the newest
     is the one whose ``.metadata`` was written last.  Where the clock does not tell (S3 counts in
     seconds), the greater name is newer, numbers in it compared as numbers: step-100 after step-20.
-    Half-written folders are not seen.  The arguments are those of ``StreamingReader``.
+    Half-written folders are not seen, nor are those whose names no path or URL may have (``..``).
+    The arguments are those of ``StreamingReader``.
 
     With a `process_group`, its first rank looks, and all of its ranks, which must all call this,
     get that one answer.  Ranks that look for themselves while a save ends may find different ones,
@@ -67,7 +68,8 @@ def _commits(session: Session) -> list[Commit]:
             "the first run"
         )
     try:
-        return session.call(session.store.commits, "list", Stats())
+        found = session.call(session.store.commits, "list", Stats())
+        return [commit for commit in found if is_named(session.config.url, commit.folder)]
     except Exception as error:
         failure = session.portable(error)
         if failure is error and not isinstance(error, FileNotFoundError):

@@ -19,7 +19,7 @@ from pathlib import Path
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.redact import display_url, redact, url_secrets
 
-__all__ = ["is_local", "join", "local_path", "parent", "resolve", "split_url"]
+__all__ = ["is_local", "is_named", "join", "local_path", "parent", "resolve", "split_url"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/]*)(.*)", re.DOTALL)
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
@@ -51,6 +51,15 @@ def is_local(url: str) -> bool:
 def join(url: str, folder: str) -> str:
     """`folder` below a path or URL."""
     return f"{url.rstrip('/')}/{folder}" if "://" in url else str(Path(url) / folder)
+
+
+def is_named(url: str, folder: str) -> bool:
+    """Whether what others left below a path or URL has a name that :func:`resolve` takes."""
+    try:
+        resolve(join(url, folder))
+    except StorageError:
+        return False
+    return bool(folder)
 
 
 def local_path(url: str) -> str:

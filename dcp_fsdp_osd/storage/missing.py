@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_fsdp_osd.storage.latest import natural
-from dcp_fsdp_osd.storage.location import local_path, parent
+from dcp_fsdp_osd.storage.location import is_named, local_path, parent
 from dcp_fsdp_osd.storage.opening import open_store
 from dcp_fsdp_osd.storage.session import Session
 
@@ -111,7 +111,8 @@ def _checkpoints(session: Session, url: str) -> list[str]:
         return []
     store = open_store(dataclasses.replace(session.config, url=url))
     try:
-        return [commit.folder for commit in store.commits()]
+        found = [commit.folder for commit in store.commits()]
+        return [folder for folder in found if is_named(url, folder)]
     except Exception:  # perhaps nobody may list there
         return []
     finally:

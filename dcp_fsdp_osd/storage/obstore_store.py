@@ -16,59 +16,36 @@ import queue
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.aws import Credentials, PlainS3, find_credentials
 from dcp_fsdp_osd.storage.location import split_url
-from dcp_fsdp_osd.storage.options import did_you_mean, for_obstore, means_fsspec
+from dcp_fsdp_osd.storage.options import did_you_mean, for_obstore, names_credentials
 from dcp_fsdp_osd.storage.redact import display_url, redact
 from dcp_fsdp_osd.storage.store import Commit, Limits, NoRetryError, StoreConfig, causes, scatter
 
-__all__ = ["ObstoreStore", "serves"]
+__all__ = ["ObstoreStore", "is_forked", "serves"]
 
 _READ = 8 << 20
 _MANY = 64  # pieces; more of them are cheaper to copy than to hand over one by one
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 
-_CREDENTIAL_OPTIONS = {"access_key_id", "anon", "credential_provider", "key", "skip_signature"}
-_CREDENTIAL_VARIABLES = {
-    "AWS_ACCESS_KEY_ID",
-    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-}
-
 # obstore's threads belong to the process that used it first, for good.
 _used_by: list[int] = []
 
 
-def _forked() -> bool:
+def is_forked() -> bool:
+    """Whether a process that has used obstore was forked into this one."""
     return bool(_used_by) and _used_by[0] != os.getpid()
 
 
-def serves(config: StoreConfig) -> bool:
-    """Whether ``auto`` takes obstore: installed, the scheme is its, and so are the credentials.
-
-    obstore does not read AWS profiles, SSO or ``~/.aws/credentials``, which s3fs does: for S3 the
-    credentials have to be in the options, under obstore's names, or in the environment.
-    """
-    scheme = config.url.partition("://")[0]
-    if scheme not in _SCHEMES or means_fsspec(config.options, scheme):
-        return False
-    if _forked() and not config.options:
-        return False
-    if scheme.startswith("s3"):
-        named = {str(key).lower().removeprefix("aws_") for key in config.options}
-        if not (named & _CREDENTIAL_OPTIONS or _CREDENTIAL_VARIABLES & os.environ.keys()):
-            return False
-    try:
-        import obstore  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def serves(scheme: str) -> bool:
+    """Whether it is a scheme of obstore's that names a bucket."""
+    return scheme in _SCHEMES
 
 
 class ObstoreStore:
@@ -76,6 +53,8 @@ class ObstoreStore:
 
     obstore takes an upload as a stream: it cuts multipart parts from it, sends some of them at a
     time, retries them, and aborts the upload when the stream fails.
+
+    `credentials` are what botocore found, where the options name none; None lets this look.
     """
 
     limits = Limits(
@@ -88,7 +67,7 @@ class ObstoreStore:
         max_parts=10_000,
     )
 
-    def __init__(self, config: StoreConfig) -> None:
+    def __init__(self, config: StoreConfig, credentials: Credentials | None = None) -> None:
         try:
             import obstore
             from obstore.store import from_url
@@ -96,14 +75,17 @@ class ObstoreStore:
             raise StorageError(
                 "backend='obstore' needs obstore: pip install 'dcp-fsdp-osd[obstore]'"
             ) from error
-        if _forked():
+        if is_forked():
             raise StorageError(
                 "obstore was used before this process was forked and would hang now: start "
                 "processes by 'spawn' or 'forkserver', or pass backend='fsspec'"
             )
         _used_by[:] = [os.getpid()]
         self.obs: Any = obstore
-        options = for_obstore(config.options, split_url(config.url)[0])
+        self._config = config
+        self._plain_lock = threading.Lock()
+        self._plain: PlainS3 | None = None
+        options = for_obstore(self._given(credentials), split_url(config.url)[0])
         # Sixteen parts of 8 MiB share one slow line: the limit of one of them is not much less than
         # that of silence.
         seconds = timedelta(seconds=max(config.stall_seconds * 0.9, 0.1))
@@ -133,6 +115,17 @@ class ObstoreStore:
         else:
             return
         raise StorageError(message)
+
+    def _given(self, found: Credentials | None) -> Mapping[str, Any]:
+        """The options, with what the AWS tools would use where they name no credentials."""
+        options = self._config.options
+        if not self._is_s3 or names_credentials(options):
+            return options
+        if found is None:
+            # Without them obstore looks by itself, or says what it misses.
+            with contextlib.suppress(Exception):
+                found = find_credentials()
+        return options if found is None else found.added_to(options)
 
     def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
         size = sum(map(len, pieces))
@@ -187,10 +180,10 @@ class ObstoreStore:
         self.put(name, data, exclusive=False)
 
     def uploads(self) -> list[tuple[str, str]]:
-        return []  # obstore cannot list them
+        return self._plain_s3().uploads() if self._is_s3 else []
 
     def abort_upload(self, name: str, upload: str) -> None:
-        raise NotImplementedError
+        self._plain_s3().abort_upload(name, upload)
 
     def delete(self, names: Iterable[str]) -> None:
         left = [self.key(name) for name in names]
@@ -219,10 +212,39 @@ class ObstoreStore:
     def _list(self) -> Any:
         try:
             return self.obs.list_with_delimiter(self.store, self._prefix or None)
+        except self.obs.exceptions.InvalidPathError as error:
+            problem = str(error).partition("\n")[0]
         except Exception as error:
             if "NoSuchBucket" in str(error) or _status(error) == 404:
                 raise FileNotFoundError("no such bucket") from error
             raise
+        if not self._is_s3:
+            raise StorageError(
+                f"another program left a key here that obstore cannot list ({problem}): delete it, "
+                "use another folder, or pass backend='fsspec'"
+            )
+        # Others' keys are left out that obstore cannot name.
+        objects: list[dict[str, Any]] = []
+        folders: list[str] = []
+        for page in self._plain_s3().pages():
+            for each in page.get("Contents", ()):
+                if _is_plain(key := str(each["Key"])):
+                    objects.append({"path": key, "size": each["Size"]})
+            for each in page.get("CommonPrefixes", ()):
+                if _is_plain(key := str(each["Prefix"])[:-1]):
+                    folders.append(key)
+        return {"objects": objects, "common_prefixes": folders}
+
+    @property
+    def _is_s3(self) -> bool:
+        return split_url(self._config.url)[0] in ("s3", "s3a")
+
+    def _plain_s3(self) -> PlainS3:
+        """For what obstore has no request for."""
+        with self._plain_lock:
+            if self._plain is None or "credential_provider" in self._config.options:
+                self._plain = PlainS3(self._config)
+            return self._plain
 
     def is_transient(self, error: BaseException) -> bool:
         status = _status(error)
@@ -356,6 +378,12 @@ class _Gone:
     def wait(self, seconds: float) -> bool:
         """Whether it has happened within that time."""
         return self._lock.acquire(timeout=seconds)
+
+
+def _is_plain(key: str) -> bool:
+    """Whether obstore takes it."""
+    names = key.split("/")
+    return not re.search(r"[\x00-\x1f\x7f]", key) and not {"", ".", ".."} & set(names)
 
 
 def _is_expired(error: BaseException) -> bool:

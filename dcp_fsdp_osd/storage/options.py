@@ -27,7 +27,15 @@ from typing import Any
 
 from dcp_fsdp_osd.errors import StorageError
 
-__all__ = ["COMMON", "did_you_mean", "for_obstore", "for_s3fs", "means_fsspec"]
+__all__ = [
+    "COMMON",
+    "did_you_mean",
+    "for_botocore",
+    "for_obstore",
+    "for_s3fs",
+    "means_fsspec",
+    "names_credentials",
+]
 
 COMMON = ("endpoint_url", "region", "key", "secret", "token", "anon", "allow_http")
 
@@ -76,6 +84,14 @@ def means_fsspec(options: Mapping[str, Any], scheme: str) -> bool:
     # For other schemes than S3 these are names of gcsfs and adlfs.
     theirs = _FSSPEC if scheme in _S3 else _FSSPEC | set(COMMON) - {"region", "allow_http"}
     return not theirs.isdisjoint(map(str, options))
+
+
+def names_credentials(options: Mapping[str, Any]) -> bool:
+    """Whether options say how requests to S3 are signed, or that they are not."""
+    named = {str(name).lower().removeprefix("aws_") for name, v in options.items() if v is not None}
+    return not named.isdisjoint(
+        ("access_key_id", "anon", "credential_provider", "key", "skip_signature")
+    )
 
 
 def for_obstore(
@@ -167,6 +183,44 @@ def for_s3fs(options: Mapping[str, Any], known: type) -> dict[str, Any]:
     return found
 
 
+def for_botocore(
+    options: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """Keyword arguments of ``botocore.session.Session.create_client``, and `anon`, from options
+    that were made for obstore.  What botocore has no equivalent for is left out.
+
+    Raises:
+        ValueError: no credentials can be had from the `credential_provider`.
+    """
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        plain = str(name).lower().removeprefix("aws_")
+        ours = "endpoint_url" if plain in _ENDPOINT else _ELSEWHERE.get(plain, plain)
+        if ours in COMMON and value is not None:
+            found[ours] = value
+    provider = options.get("credential_provider")
+    if provider is not None:
+        now = provider()
+        if not isinstance(now, Mapping):  # an asynchronous one
+            getattr(now, "close", lambda: None)()
+            raise ValueError("credential_provider")
+        found.update(key=now["access_key_id"], secret=now["secret_access_key"])
+        found["token"] = now.get("token")
+    if environ.get("AWS_ENDPOINT"):
+        found.setdefault("endpoint_url", environ["AWS_ENDPOINT"])
+    if environ.get("AWS_REGION"):
+        found.setdefault("region", environ["AWS_REGION"])
+    names = {
+        "endpoint_url": "endpoint_url",
+        "region": "region_name",
+        "key": "aws_access_key_id",
+        "secret": "aws_secret_access_key",
+        "token": "aws_session_token",
+    }
+    made = {theirs: found[ours] for ours, theirs in names.items() if ours in found}
+    return {**made, "anon": not _is_no(found.get("anon", False))}
+
+
 def did_you_mean(name: str, names: Iterable[str] = ()) -> str:
     """What to say of an option that a client does not have."""
     lower = name.lower()
@@ -177,7 +231,7 @@ def did_you_mean(name: str, names: Iterable[str] = ()) -> str:
     if lower == "config_kwargs":
         return "use 'client_options' and 'retry_config' (see obstore.store.from_url)"
     if lower == "profile":
-        return "obstore reads no profiles: use backend='fsspec', or 'key' and 'secret'"
+        return "obstore takes the profile from AWS_PROFILE: set that, or use backend='fsspec'"
     close = difflib.get_close_matches(lower, {*COMMON, *_ELSEWHERE, *names}, 1)
     if close:
         return f"did you mean {_ELSEWHERE.get(close[0], close[0])!r}?"

@@ -76,6 +76,9 @@ class StreamingReader(HasRole, StorageReader):
 
     Attributes:
         stats: what the last load of this rank did.
+        backend: what serves the path or URL: ``"local"``, ``"obstore"``, ``"fsspec"`` or the name
+            of the function given; ``"auto"`` while there is no path.  Where "auto" chose a client
+            for a URL, the log says why (INFO).
 
     Raises:
         CorruptCheckpointError: missing, short or altered files.
@@ -132,6 +135,10 @@ class StreamingReader(HasRole, StorageReader):
             f"{type(self).__name__}({self._session.describe()}, verify={self._verify}, "
             f"allow_pickle={self._allow_pickle})"
         )
+
+    @property
+    def backend(self) -> str:
+        return self._session.backend
 
     # ---- DCP's StorageReader, in call order ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -11,13 +12,14 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from dcp_fsdp_osd.errors import StorageError, message_of, survives_pickling
 from dcp_fsdp_osd.storage.location import is_local, resolve, split_url
-from dcp_fsdp_osd.storage.opening import open_store
+from dcp_fsdp_osd.storage.opening import Choice, choose, open_store
 from dcp_fsdp_osd.storage.redact import cleaned, display_url, redact, url_secrets
 from dcp_fsdp_osd.storage.store import Backend, Store, StoreConfig
 from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats, retrying
 
 __all__ = ["Session", "accepts", "make_session", "portable_errors", "telling"]
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
 _REMOTE_THREADS = 16
@@ -44,9 +46,11 @@ class Session:
         self._local_threads = local_threads
         self._store: Store | None = None
         self._pid = 0
+        self._choice: Choice | None = None
+        self._chose_in = 0  # process
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_store": None}
+        return {**vars(self), "_store": None, "_choice": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -54,7 +58,7 @@ class Session:
     def describe(self) -> str:
         """Where it is and how it is reached, without a secret."""
         backend = self.config.backend
-        name = backend if isinstance(backend, str) else getattr(backend, "__name__", "a function")
+        name = backend if isinstance(backend, str) else choose(self.config).backend
         return f"{self.url!r}, backend={name!r}"
 
     @property
@@ -81,14 +85,35 @@ class Session:
             )
         if self._store is None or self._pid != os.getpid():
             # After a fork the parent's client is left alone, not closed: its sockets are shared.
-            self._store = open_store(self.config)
+            self._store = open_store(self.config, self._chosen())
             self._pid = os.getpid()
         return self._store
+
+    @property
+    def backend(self) -> str:
+        """What serves the path or URL: ``"local"``, ``"obstore"``, ``"fsspec"`` or the name of the
+        caller's function; ``"auto"`` while there is no path or URL to choose for.
+        """
+        return self._chosen().backend if self.config.url else "auto"
+
+    def _chosen(self) -> Choice:
+        # A forked process may need another one.
+        if self._choice is None or self._chose_in != os.getpid():
+            self._choice, self._chose_in = choose(self.config), os.getpid()
+            if self._choice.why:
+                logger.info(
+                    "%s: backend='auto' chose %r: %s",
+                    self.url,
+                    self._choice.backend,
+                    self._choice.why,
+                )
+        return self._choice
 
     def move_to(self, path_or_url: str | os.PathLike[str]) -> None:
         """Use another folder, with the same options, from now on."""
         url = resolve(path_or_url)
         self.close()
+        self._choice = None
         threads = self._local_threads if is_local(url) else _REMOTE_THREADS
         self.config = replace(self.config, url=url, concurrency=self._concurrency or threads)
 

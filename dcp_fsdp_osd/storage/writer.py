@@ -82,7 +82,8 @@ class StreamingWriter(HasRole, StorageWriter):
         checksum: write checksums (crc32c where all ranks have that package, else zlib's crc32).
         backend: ``"local"``, ``"fsspec"``, ``"obstore"``, a function that makes a store of a
             ``StoreConfig``, or ``"auto"``: local access for paths; for URLs obstore where it is
-            installed, serves the scheme and has options of these names, else fsspec.
+            installed, serves the scheme, and takes these options and credentials (for S3 those of
+            the options, or what the AWS tools find: environment, profile, SSO, roles), else fsspec.
         storage_options: for S3 ``endpoint_url``, ``region``, ``key``, ``secret``, ``token``,
             ``anon`` and ``allow_http``, whatever the backend, and the options of the backend's own
             client; elsewhere those alone.  Never shown in errors or logs.
@@ -94,6 +95,9 @@ class StreamingWriter(HasRole, StorageWriter):
 
     Attributes:
         stats: what the last save of this rank did.
+        backend: what serves the path or URL: ``"local"``, ``"obstore"``, ``"fsspec"`` or the name
+            of the function given; ``"auto"`` while there is no path.  Where "auto" chose a client
+            for a URL, the log says why (INFO).
 
     Raises:
         StorageError: from any method, wrapped by DCP into CheckpointException on every rank.
@@ -151,6 +155,10 @@ class StreamingWriter(HasRole, StorageWriter):
             f"{type(self).__name__}({self._session.describe()}, overwrite={self._overwrite}, "
             f"checksum={self._checksum})"
         )
+
+    @property
+    def backend(self) -> str:
+        return self._session.backend
 
     # ---- DCP's StorageWriter, in call order ----
 

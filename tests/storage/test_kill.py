@@ -7,6 +7,7 @@ moments are seeded; a few run always, all the others with ``-m slow``.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import signal
 import time
@@ -20,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_fsdp_osd.storage import latest
-from tests.servers import S3Endpoint, SeaweedS3, s3_server
+from tests.servers import EmbeddedS3, S3Endpoint, SeaweedS3, s3_server
 from tests.storage.killable import (
     SURVIVORS_END_WITHIN,
     Crew,
@@ -166,7 +167,7 @@ def scene_on(s3: S3Endpoint, backend: str) -> Scene:
 
 
 @pytest.fixture(scope="module")
-def embedded() -> Iterator[S3Endpoint]:
+def embedded() -> Iterator[EmbeddedS3]:
     # A few ms a request, as a real server takes, so that there is a middle to be killed in.
     with s3_server(latency=0.005, memory=1 << 30) as s3:
         yield s3
@@ -195,6 +196,42 @@ def test_kill_a_rank_at_many_moments(scene: Scene, action: str) -> None:
         else:
             scene.faster(action)
     assert struck >= MANY // 3, "most kills came too late to tell anything"
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+def test_a_multipart_upload_of_the_dead(embedded: EmbeddedS3, backend: str) -> None:
+    """SIGKILL while parts are sent: the next save there, of other sizes, aborts the upload."""
+    scene = scene_on(embedded, backend)
+    url = f"{scene.root}/dead-{backend}"
+    task = Task("save", url, 1, scene.options, kib=24 << 10, ranks=1)
+    embedded.configure(bandwidth=4e6)
+    try:
+        with Crew(task) as crew:
+            crew.go()
+            end = time.monotonic() + 30
+            while not (left := uploads_below(embedded, url)):
+                assert time.monotonic() < end, "no multipart upload was begun"
+                time.sleep(0.01)
+            crew.kill(0)
+            outcome = crew.outcomes(SURVIVORS_END_WITHIN)[0]
+    finally:
+        embedded.configure(latency=0.005)
+    assert outcome.exitcode == -signal.SIGKILL and outcome.report is None
+    assert uploads_below(embedded, url) >= left  # the server keeps it for ever
+    assert version_at(task) is None
+    again = dataclasses.replace(task, version=2, kib=64)
+    save_alone(again)
+    assert uploads_below(embedded, url) == set()
+    assert version_at(again) == 2
+
+
+def uploads_below(s3: S3Endpoint, url: str) -> set[str]:
+    import boto3
+
+    client = boto3.client("s3", **s3.boto3_options)
+    prefix = url.partition(f"{s3.bucket}/")[2]
+    found = client.list_multipart_uploads(Bucket=s3.bucket, Prefix=prefix)
+    return {each["UploadId"] for each in found.get("Uploads", ())}
 
 
 def kill_the_server(weed: SeaweedS3, scene: Scene, action: str, fraction: float) -> None:

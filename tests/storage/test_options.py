@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from dcp_fsdp_osd import FlatOptimLoadPlanner, StreamingReader, StreamingWriter, latest
 from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.aws import find_credentials
+from dcp_fsdp_osd.storage.local_store import LocalStore
 from dcp_fsdp_osd.storage.opening import open_store
 from dcp_fsdp_osd.storage.options import for_obstore
 from dcp_fsdp_osd.storage.store import StoreConfig
@@ -63,6 +66,85 @@ def test_options_of_the_environment(moto: S3Endpoint, monkeypatch: pytest.Monkey
     assert for_obstore({"client_options": {"timeout": "1s"}}, "s3", environ)["client_options"] == {
         **client, "timeout": "1s",
     }  # fmt: skip
+
+
+@pytest.fixture
+def no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment in which nobody finds credentials; the folder that configures it."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    return tmp_path
+
+
+def chose(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in caplog.messages if "'auto' chose" in text]
+
+
+def test_auto_finds_the_credentials_of_a_profile(
+    moto: S3Endpoint,
+    no_credentials: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Those that s3fs would use, with the profile's region and endpoint; the backend is told."""
+    caplog.set_level(logging.INFO, "dcp_fsdp_osd")
+    url = moto.url("of-a-profile/step-1")
+    assert StreamingWriter(url).backend == "fsspec"
+    assert chose(caplog) == [f"{url}: backend='auto' chose 'fsspec': no credentials were found"]
+    (no_credentials / "credentials").write_text(
+        f"[team]\naws_access_key_id = {moto.access_key}\naws_secret_access_key = xyz\n"
+    )
+    (no_credentials / "config").write_text(
+        f"[profile team]\nregion = eu-west-3\nendpoint_url = {moto.endpoint_url}\n"
+    )
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    caplog.clear()
+    writer, reader = StreamingWriter(url), StreamingReader(url)
+    dcp.save(dict(STATE), storage_writer=writer)
+    found = {"t": torch.zeros(100)}
+    dcp.load(found, storage_reader=reader)
+    assert torch.equal(found["t"], STATE["t"])
+    assert latest(moto.url("of-a-profile")) == url
+    assert writer.backend == reader.backend == "obstore"
+    reason = "it is installed, with credentials of 'shared-credentials-file'"
+    assert chose(caplog)[:2] == [f"{url}: backend='auto' chose 'obstore': {reason}"] * 2
+    assert "xyz" not in caplog.text
+    given = find_credentials()
+    assert given is not None
+    assert given.settings == {"region": "eu-west-3", "endpoint": moto.endpoint_url}
+    now = given()
+    assert (now["access_key_id"], now["secret_access_key"]) == (moto.access_key, "xyz")
+    # What the caller or the environment says goes before the profile.
+    assert given.added_to({"aws_region": "a", "endpoint_url": "b"}).keys() == {
+        "aws_region", "endpoint_url", "credential_provider",
+    }  # fmt: skip
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT", "http://other")
+    given = find_credentials()
+    assert given is not None and given.settings == {}
+    monkeypatch.setenv("AWS_PROFILE", "no-such-team")
+    assert StreamingWriter(url).backend == "fsspec"
+    assert "looking for credentials failed (ProfileNotFound)" in chose(caplog)[-1]
+
+
+def test_what_serves_is_told(tmp_path: Path, moto: S3Endpoint, no_credentials: Path) -> None:
+    for use in (StreamingWriter, StreamingReader):
+        made: Any = use
+        assert made().backend == "auto"
+        assert made(tmp_path).backend == made(f"file://{tmp_path}").backend == "local"
+        assert made(f"file://{tmp_path}", backend="fsspec").backend == "fsspec"
+        assert made(tmp_path, backend=LocalStore).backend == "LocalStore"
+        assert made("memory://x").backend == "fsspec"
+        assert made(moto.url("x"), storage_options=common(moto)).backend == "obstore"
+        assert made(moto.url("x"), storage_options={"anon": True}).backend == "obstore"
+        assert made(moto.url("x"), storage_options={"profile": "a"}).backend == "fsspec"
+        moved = made(moto.url("x"), storage_options=common(moto))
+        assert moved.backend == "obstore"
+        moved.reset(str(tmp_path))
+        assert moved.backend == "local"
 
 
 @pytest.mark.parametrize(

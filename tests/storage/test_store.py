@@ -11,8 +11,8 @@ import pytest
 
 from dcp_fsdp_osd.errors import StorageError, UnsafeCheckpointError
 from dcp_fsdp_osd.storage.local_store import LocalStore
-from dcp_fsdp_osd.storage.obstore_store import ObstoreStore, serves
-from dcp_fsdp_osd.storage.opening import open_store
+from dcp_fsdp_osd.storage.obstore_store import ObstoreStore
+from dcp_fsdp_osd.storage.opening import choose, open_store
 from dcp_fsdp_osd.storage.redact import redact
 from dcp_fsdp_osd.storage.store import Store, StoreConfig, check_name
 from tests.storage.conftest import Place
@@ -214,22 +214,20 @@ def test_names_that_do_not(name: str) -> None:
     assert check_name(name) == name
 
 
-def test_choice_of_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_of_backend() -> None:
     assert isinstance(open_store(StoreConfig("/tmp/x")), LocalStore)
     assert isinstance(open_store(StoreConfig("file:///tmp/x")), LocalStore)
     theirs = {"key": "a", "secret": "b"}
     ours = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
-    assert serves(StoreConfig("s3://bucket/x", options=theirs))
-    assert not serves(StoreConfig("s3://bucket/x", options={**theirs, "client_kwargs": {}}))
-    assert serves(StoreConfig("s3://bucket/x", options=ours))
-    assert not serves(StoreConfig("memory://x"))
-    # Credentials that only botocore would find are left to s3fs.
-    with monkeypatch.context() as patch:
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"):
-            patch.delenv(name, raising=False)
-        assert not serves(StoreConfig("s3://bucket/x"))
-        patch.setenv("AWS_ACCESS_KEY_ID", "a")
-        assert serves(StoreConfig("s3://bucket/x"))
+
+    def chosen(url: str, **options: object) -> str:
+        return choose(StoreConfig(url, options=options)).backend
+
+    assert chosen("s3://bucket/x", **theirs) == "obstore"
+    assert chosen("s3://bucket/x", **theirs, client_kwargs={}) == "fsspec"
+    assert chosen("s3://bucket/x", **ours) == "obstore"
+    assert chosen("gs://bucket/x") == "obstore"
+    assert chosen("memory://x") == "fsspec"
     assert isinstance(open_store(StoreConfig("s3://bucket/x", options=ours)), ObstoreStore)
     with pytest.raises(StorageError, match="unknown"):
         open_store(StoreConfig("/tmp/x", "nfs"))  # type: ignore[arg-type]

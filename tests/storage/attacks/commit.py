@@ -273,6 +273,6 @@ CASES = [
     Attack(
         "temporary files", attack=temporaries, must=Gives(["distcp", "metadata"]), on=("local",)
     ),
-    Attack("a multipart left", attack=left_upload, must=Gives((False, 2)), on=("s3fs",)),
+    Attack("a multipart left", attack=left_upload, must=Gives((False, 2)), on=("s3fs", "obstore")),
     Attack("files vanish", attack=vanishing, must=Gives(None), on=("local",)),
 ]

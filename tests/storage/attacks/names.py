@@ -12,6 +12,7 @@ from typing import Any
 import boto3
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 
 from dcp_fsdp_osd.errors import FlatOptimError
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter, latest
@@ -61,6 +62,46 @@ def odd_names(place: Place) -> Any:
     newest = latest(place.url, **place.arguments)
     assert newest is not None and newest.removeprefix(place.url + "/") in ODD
     return found, folders(place) == set(ODD)
+
+
+FOREIGN = (
+    "", "sub/", "/x", "//y", "./z", "../z", "a//b/.metadata", "/.metadata", "./.metadata",
+    "../.metadata", "a/./b", "x//", "b\x07c", "b\x07/.metadata", "c\x7f/.metadata",
+)  # fmt: skip
+
+
+def foreign_keys(place: Place) -> Any:
+    """What another program left, by kinds and all at once: in nobody's way, and never touched."""
+    assert place.endpoint is not None
+    client = boto3.client("s3", **place.endpoint.boto3_options)
+    bucket, went_wrong = place.endpoint.bucket, []
+    for number, keys in enumerate([("/x",), ("./z",), ("b\x07c",), FOREIGN]):
+        run = place.below(f"run-{number}")
+        root = run.url.partition(f"{bucket}/")[2]
+        left = [f"{at}/{key}" for at in (root, f"{root}/step-1") for key in keys]
+        for key in left:
+            client.put_object(Bucket=bucket, Key=key, Body=b"theirs")
+        step = run.below("step-1")
+        try:
+            save(step, 1)
+            save(step, 2, overwrite=True)
+            assert load(step) == 2.0
+            assert latest(run.url, **run.arguments) == step.url
+            text = str(_missing(run.below("step-2")))
+            assert "Checkpoints beside it: step-1." in text, text
+            for key in left:
+                assert client.get_object(Bucket=bucket, Key=key)["Body"].read() == b"theirs"
+        except (Exception, CheckpointException) as error:
+            went_wrong.append((keys, f"{type(error).__name__}: {str(error)[:300]}"))
+    return went_wrong
+
+
+def _missing(place: Place) -> BaseException:
+    try:
+        load(place)
+    except CheckpointException as error:
+        return error
+    raise AssertionError("it loads")
 
 
 def the_other_client(place: Place) -> Any:
@@ -183,6 +224,13 @@ CASES = [
         attack=on_other_file_systems,
         must=Gives([AS_SAVED, AS_SAVED]),
         on=("local",),
+    ),
+    Attack(
+        "keys that others left",
+        attack=foreign_keys,
+        must=Gives([]),
+        on=("s3fs", "obstore"),
+        seconds=60,
     ),
     Attack(
         "names that clients resolve",
