@@ -87,7 +87,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             a later format, and options that merged param groups disagree in are errors either way,
             and of the rest of the state dict DCP's own ``allow_partial_load`` decides.
         broadcast: whether what several ranks want alike (replicas, scalars, objects, whole tensors;
-            of the whole state dict) is read by one of them, each a part, and handed on, over NCCL
+            of the whole state dict) is read by one of them, each a part, and broadcast, over NCCL
             to CUDA tensors where the job uses it, else over gloo. ``"auto"``: where it pays
             (:func:`~dcp_fsdp_osd.exchange.decide.plan_reads` has the rule). Off if off on any rank.
         stall_seconds: for how long a rank may not answer the others, or read nothing of what they
