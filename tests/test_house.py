@@ -106,7 +106,7 @@ def test_modules_say_what_they_are_for_and_stay_small() -> None:
     for module, path in _modules().items():
         text = path.read_text()
         assert ast.get_docstring(ast.parse(text)), f"{module} has no docstring"
-        assert len(text.split("\n")) <= MOST_LINES, f"{module} has outgrown its room"
+        assert len(text.splitlines()) <= MOST_LINES, f"{module} has outgrown its room"
 
 
 def _named(hint: Any) -> Iterator[type]:

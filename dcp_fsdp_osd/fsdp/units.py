@@ -105,7 +105,8 @@ class UnitView:
     @property
     def replicated(self) -> bool:
         """Whether there may be ranks outside of its shard group that hold the same."""
-        return not self.sharded or dist.get_world_size(self.group) < dist.get_world_size()
+        world = dist.get_world_size()
+        return world > 1 and (not self.sharded or dist.get_world_size(self.group) < world)
 
     @property
     def training_state(self) -> str:
