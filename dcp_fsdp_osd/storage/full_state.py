@@ -1,7 +1,7 @@
 """FullStateReader: a full state dict that one rank holds, as a checkpoint that all ranks load.
 
 With :class:`~dcp_fsdp_osd.FlatOptimLoadPlanner` each rank gets what it keeps and nothing else:
-rank 0 reads piece by piece and broadcasts, in bounded memory on every rank.  Replaces, for optimizer
+rank 0 reads piece by piece and broadcasts, in bounded memory everywhere.  Replaces, for optimizer
 state, ``FSDP.scatter_full_optim_state_dict``, ``rank0_only`` with
 ``_broadcast_processed_state`` (``torch/distributed/fsdp/_optim_utils.py``), and
 ``BroadcastingTorchSaveReader`` (``torch/distributed/checkpoint/format_utils.py``), which broadcasts
