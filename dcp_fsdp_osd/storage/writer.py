@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -18,23 +16,21 @@ from torch.futures import Future
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.misuse.arguments import HasRole, check_path, check_positive
 from dcp_fsdp_osd.misuse.waiting import watched
-from dcp_fsdp_osd.storage.checksum import best_checksum, checksum_named
+from dcp_fsdp_osd.storage.checksum import best_checksum
 from dcp_fsdp_osd.storage.commit import Committer
+from dcp_fsdp_osd.storage.files import FileWriter
 from dcp_fsdp_osd.storage.flat_guard import check_flat_pieces
-from dcp_fsdp_osd.storage.memory import ScratchPool
 from dcp_fsdp_osd.storage.metadata import dump_metadata, fill_metadata
-from dcp_fsdp_osd.storage.pack import Chunk, FilePlan, item_bytes, pack, plan_files
-from dcp_fsdp_osd.storage.progress import Progress
+from dcp_fsdp_osd.storage.pack import item_bytes, plan_files
 from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors
 from dcp_fsdp_osd.storage.store import Backend, Limits, Upload
-from dcp_fsdp_osd.storage.transfer import Budget, InOrder, Pool, RetryPolicy, Stats
+from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats
 
 __all__ = ["StreamingWriter"]
 
 _LOCAL_PART = 32 << 20
 _REMOTE_PART = 8 << 20
 _LOCAL_THREADS = 2  # one writes while the other's part is hashed
-_COMPLETE = 10  # an fsync writes out what others wrote too, and says nothing meanwhile
 _FILES = 4
 _FILE_BYTES = 64 << 20  # a rank begins a second file when it has about this much for each
 
@@ -285,118 +281,31 @@ class StreamingWriter(HasRole, StorageWriter):
         names = [file.name for file in plans]
         committer = self._committer
         uploads: dict[str, Upload] = {}
+
+        def create(name: str, parallel: int) -> Upload:
+            return committer.call(
+                lambda store: store.create(name, part_size, parallel), f"create {name}"
+            )
+
         try:
-            results = self._write_files(
-                plans,
+            results = FileWriter(
+                self._session,
                 planner,
+                create,
                 uploads,
+                self.stats,
                 checksum=ticket.checksum,
                 part_size=part_size,
-            )
+                max_inflight_bytes=self._max_inflight,
+                stall_seconds=self._stall,
+                progress=self._progress,
+            ).write(plans)
             if ticket.ranks > 1:
                 committer.raise_if_aborted(ticket.save_id)
         except BaseException:
             committer.quietly("abort uploads", *(upload.abort for upload in uploads.values()))
             committer.quietly("remove the failed save", lambda: committer.remove(names))
             raise
-        return results
-
-    def _write_files(
-        self,
-        plans: list[FilePlan],
-        planner: SavePlanner,
-        uploads: dict[str, Upload],
-        *,
-        checksum: str | None,
-        part_size: int,
-    ) -> list[WriteResult]:
-        stats, session = self.stats, self._session
-        threads = session.config.concurrency
-        parallel = -(-threads // max(len(plans), 1))
-        limits = session.store.limits
-        results: list[WriteResult] = []
-        scratch = ScratchPool(part_size, self._max_inflight // part_size + 1)
-        total = sum(file.nbytes for file in plans)
-        stats.add(needed=sum(item_bytes(item) for file in plans for item in file.items))
-        with (
-            Pool(threads, stall=self._stall, what=f"{session.url}: write", stats=stats) as pool,
-            Progress(
-                f"save {session.url}", total, rank=session.rank, enabled=self._progress
-            ) as bar,
-        ):
-            budget = Budget(self._max_inflight, stats)
-
-            def collect(chunks: list[Chunk]) -> None:
-                for chunk in chunks:
-                    for buffer in chunk.scratch:
-                        scratch.give(buffer)
-                    budget.release(chunk.charge)
-                    stats.add(bytes=chunk.size)
-                    bar.add(chunk.size)
-
-            def reserve(count: int) -> None:
-                # Collecting frees the budget that is waited for, so each result is taken at once.
-                while not budget.try_acquire(count):
-                    collect(pool.wait_for_one(count, budget))
-
-            def write(upload: Upload, gate: InOrder, chunk: Chunk) -> Chunk:
-                what = f"write {chunk.name} at {chunk.offset}"
-                with gate.turn(chunk.offset, chunk.size):
-                    session.call(
-                        lambda: upload.write(chunk.offset, chunk.pieces),
-                        what,
-                        stats,
-                        pool.stopped,
-                    )
-                chunk.pieces.clear()
-                chunk.keep.clear()
-                return chunk
-
-            active = [
-                (
-                    file.name,
-                    InOrder(pool.stopped, needed=limits.order == "stream"),
-                    pack(
-                        file,
-                        planner,
-                        part_size=part_size,
-                        copies=limits.write_copies,
-                        checksum=checksum_named(checksum) if checksum else None,
-                        scratch=scratch,
-                        reserve=reserve,
-                        results=results,
-                    ),
-                )
-                for file in plans
-            ]
-            sizes: dict[str, int] = {}
-            for name, gate, chunk in _in_turn(active):
-                if name not in uploads:
-                    uploads[name] = self._committer.call(
-                        lambda store, name=name: store.create(name, part_size, parallel),  # type: ignore[misc]
-                        f"create {name}",
-                    )
-                sizes[name] = chunk.offset + chunk.size
-                while pool.pending >= 2 * threads:
-                    collect(pool.poll(block=True))
-                collect(pool.poll(block=False))
-                pool.submit(partial(write, uploads[name], gate, chunk))
-                # Hashing holds the GIL, and gives it up only every 5 ms to a thread that has
-                # finished writing and waits to begin the next chunk: let it have it now.
-                time.sleep(0)
-            collect(pool.drain())
-            for name, upload in uploads.items():
-                pool.submit(
-                    partial(
-                        session.call,
-                        partial(upload.complete, sizes[name]),
-                        f"complete {name}",
-                        stats,
-                        pool.stopped,
-                    ),
-                    patience=_COMPLETE,
-                )
-            pool.drain()
         return results
 
     def _part_bytes(self, limits: Limits, largest: int) -> int:
@@ -419,19 +328,3 @@ class StreamingWriter(HasRole, StorageWriter):
 
 def _unique() -> str:
     return uuid.uuid4().hex
-
-
-def _in_turn(
-    files: list[tuple[str, InOrder, Iterator[Chunk]]],
-) -> Iterator[tuple[str, InOrder, Chunk]]:
-    """One chunk of each file, round and round, so that files that take no parallel writes are
-    written side by side.
-    """
-    while files:
-        left = []
-        for name, gate, chunks in files:
-            chunk = next(chunks, None)
-            if chunk is not None:
-                yield name, gate, chunk
-                left.append((name, gate, chunks))
-        files = left
