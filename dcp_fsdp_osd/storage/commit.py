@@ -82,6 +82,9 @@ class Committer:
         self._own = "__" if rank is None else f"__{rank}_"
         self._uploads: Future[list[tuple[str, str]]] | None = None  # under way before the commit
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_uploads": None}
+
     def call(self, call: Callable[[Store], T], what: str) -> T:
         """`call(store)` with the session's retries."""
         try:
