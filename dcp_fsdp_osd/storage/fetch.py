@@ -185,7 +185,7 @@ class Fetcher:
             count = (fetch.end - fetch.start) * (1 + self._limits.read_copies)
             while not self._budget.try_acquire(count):
                 collect(self._pool.wait_for_one(count, self._budget))
-            self._pool.submit(partial(read, fetch))
+            self._pool.submit(partial(read, fetch), patience=self._limits.patience)
         collect(self._pool.drain())
         return [(head, tail) for head, tail in found]
 
@@ -225,7 +225,7 @@ class Fetcher:
             whole = view_bytes(job.buffer)
         job.views = [whole[p[0] : p[1]] if isinstance(p, tuple) else p for p in parts]
         self._under_way[id(job)] = job
-        self._pool.submit(partial(self._read, job))
+        self._pool.submit(partial(self._read, job), patience=self._limits.patience)
 
     def _lay_out(
         self,

@@ -96,7 +96,10 @@ class FileWriter:
             while self._pool.pending >= 2 * threads:
                 self._collect(self._pool.poll(block=True))
             self._collect(self._pool.poll(block=False))
-            self._pool.submit(partial(self._write_chunk, self._uploads[name], gate, chunk))
+            self._pool.submit(
+                partial(self._write_chunk, self._uploads[name], gate, chunk),
+                patience=self._patience(),
+            )
             # Hashing holds the GIL, and gives it up only every 5 ms to a thread that has
             # finished writing and waits to begin the next chunk: let it have it now.
             time.sleep(0)
@@ -152,9 +155,12 @@ class FileWriter:
                     self._stats,
                     self._pool.stopped,
                 ),
-                patience=_COMPLETE,
+                patience=max(_COMPLETE, self._patience()),
             )
         self._pool.drain()
+
+    def _patience(self) -> int:
+        return self._session.store.limits.patience_for(self._part_size)
 
 
 def _in_turn(

@@ -26,7 +26,15 @@ from dcp_fsdp_osd.storage.aws import Credentials, PlainS3, find_credentials
 from dcp_fsdp_osd.storage.location import split_url
 from dcp_fsdp_osd.storage.options import did_you_mean, for_obstore, names_credentials
 from dcp_fsdp_osd.storage.redact import display_url, redact
-from dcp_fsdp_osd.storage.store import Commit, Limits, NoRetryError, StoreConfig, causes, scatter
+from dcp_fsdp_osd.storage.store import (
+    Commit,
+    Limits,
+    NoRetryError,
+    StoreConfig,
+    causes,
+    scatter,
+    upload_seconds,
+)
 
 __all__ = ["ObstoreStore", "is_forked", "serves"]
 
@@ -65,6 +73,7 @@ class ObstoreStore:
         revocable=True,
         min_part=5 << 20,
         max_parts=10_000,
+        patience=4,
     )
 
     def __init__(self, config: StoreConfig, credentials: Credentials | None = None) -> None:
@@ -83,27 +92,39 @@ class ObstoreStore:
         _used_by[:] = [os.getpid()]
         self.obs: Any = obstore
         self._config = config
-        self._plain_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._plain: PlainS3 | None = None
         options = for_obstore(self._given(credentials), split_url(config.url)[0])
-        # Sixteen parts of 8 MiB share one slow line: the limit of one of them is not much less than
-        # that of silence.
-        seconds = timedelta(seconds=max(config.stall_seconds * 0.9, 0.1))
-        options["client_options"] = {
-            "timeout": seconds,
-            "connect_timeout": min(seconds, timedelta(seconds=10)),
-            **(options.get("client_options") or {}),
-        }
-        options.setdefault(
-            "retry_config",
-            {"max_retries": 4, "retry_timeout": timedelta(seconds=config.stall_seconds)},
-        )
         open_url: Any = from_url
+        # What from_url makes of a URL's path loses '#', '?' and '%': keys are made here.
+        scheme, authority, prefix = split_url(config.url)
+        named = scheme in _SCHEMES
+        place = f"{scheme}://{authority}" if named else config.url
+        stall = config.stall_seconds
+
+        def opened(retry_seconds: float, **limits: float) -> Any:
+            """A client whose requests have these time limits, seconds, but for the caller's own.
+
+            What fails later than `retry_seconds` is not repeated by it, but by us.
+            """
+            found = {name: timedelta(seconds=max(value, 0.1)) for name, value in limits.items()}
+            connect = {"connect_timeout": timedelta(seconds=min(max(stall / 2, 0.1), 10))}
+            client = {**connect, **found, **options["client_options"]}
+            retries = {"max_retries": 4, "retry_timeout": timedelta(seconds=retry_seconds)}
+            given = {"retry_config": retries, **options, "client_options": client}
+            return open_url(place, **given)
+
+        self._opened = opened
+        self._uploaders: dict[int, Any] = {}  # by parts' sizes
         try:
-            # What from_url makes of a URL's path loses '#', '?' and '%': keys are made here.
-            scheme, authority, prefix = split_url(config.url)
-            named = scheme in _SCHEMES
-            self.store = open_url(f"{scheme}://{authority}" if named else config.url, **options)
+            # A read may be long, but not silent.
+            whole = upload_seconds(stall, _READ)
+            try:
+                self.store = opened(stall / 4, timeout=whole, read_timeout=stall / 2)
+            except Exception as error:  # of an older obstore, which has only limits of the whole
+                if "read_timeout" not in str(error) or "read_timeout" in str(config.options):
+                    raise
+                self.store = opened(stall / 4, timeout=whole)
             self._prefix = f"{prefix}/" if prefix and named else ""
         except BaseException as error:  # a PanicException of Rust's is none of Exception's
             if not isinstance(error, Exception) and "Panic" not in type(error).__name__:
@@ -160,10 +181,20 @@ class ObstoreStore:
     def create(self, name: str, part_size: int, parallel: int) -> _ObstoreUpload:
         return _ObstoreUpload(self, name, part_size, parallel)
 
+    def uploader(self, nbytes: int) -> Any:
+        """The client for requests that carry so many bytes: their time limit is another one."""
+        with self._lock:
+            if nbytes not in self._uploaders:
+                stall = self._config.stall_seconds
+                seconds = upload_seconds(stall, nbytes)
+                self._uploaders[nbytes] = self._opened(seconds + stall, timeout=seconds)
+            return self._uploaders[nbytes]
+
     def put(self, name: str, data: bytes, *, exclusive: bool) -> None:
         mode = "create" if exclusive else "overwrite"
+        store = self.store if len(data) < _READ // 8 else self.uploader(len(data))
         try:
-            self.obs.put(self.store, self.key(name), data, mode=mode, use_multipart=False)
+            self.obs.put(store, self.key(name), data, mode=mode, use_multipart=False)
             return
         except self.obs.exceptions.AlreadyExistsError:
             knows_conditions = True
@@ -241,7 +272,7 @@ class ObstoreStore:
 
     def _plain_s3(self) -> PlainS3:
         """For what obstore has no request for."""
-        with self._plain_lock:
+        with self._lock:
             if self._plain is None or "credential_provider" in self._config.options:
                 self._plain = PlainS3(self._config)
             return self._plain
@@ -284,7 +315,8 @@ class _ObstoreUpload:
     def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
         size = sum(map(len, pieces))
         if offset == 0 and size < self._part_size:
-            self._store.obs.put(self._store.store, self._name, iter(pieces), use_multipart=False)
+            client = self._store.uploader(self._part_size)
+            self._store.obs.put(client, self._name, iter(pieces), use_multipart=False)
             return
         many = len(pieces) > _MANY
         views = [memoryview(b"".join(pieces))] if many else [piece[:] for piece in pieces]
@@ -297,7 +329,7 @@ class _ObstoreUpload:
             if self._sent is None:
                 self._sent = self._thread.submit(
                     self._store.obs.put,
-                    self._store.store,
+                    self._store.uploader(self._part_size),
                     self._name,
                     self._draw(),
                     chunk_size=self._part_size,

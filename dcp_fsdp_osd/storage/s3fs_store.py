@@ -21,13 +21,21 @@ from s3fs import S3FileSystem
 
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.options import for_s3fs
-from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig, causes, check_range
+from dcp_fsdp_osd.storage.store import (
+    Commit,
+    Limits,
+    StoreConfig,
+    causes,
+    check_range,
+    upload_seconds,
+)
 
 __all__ = ["S3fsStore", "s3fs_options"]
 
 T = TypeVar("T")
 _CHUNK = 1 << 18
 _READ = 8 << 20
+_NO_LIMIT = 86_400
 _RETRIED = {
     "500", "502", "503", "504", "InternalError", "OperationAborted", "RequestTimeout",
     "RequestTimeTooSkewed", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException",
@@ -45,7 +53,7 @@ def s3fs_options(config: StoreConfig) -> dict[str, Any]:
     seconds = request_seconds(config)
     defaults: dict[str, Any] = {
         "connect_timeout": min(10.0, seconds),
-        "read_timeout": upload_seconds(config),  # shorter ones are ours, which know of progress
+        "read_timeout": _NO_LIMIT,  # shorter ones are ours, which know of progress
         "max_pool_connections": config.concurrency + 2,
         "retries": {"total_max_attempts": 1},
     }
@@ -57,15 +65,8 @@ def s3fs_options(config: StoreConfig) -> dict[str, Any]:
 
 
 def request_seconds(config: StoreConfig) -> float:
-    """Time limit of one request."""
+    """How long nothing may be heard of a request."""
     return max(config.stall_seconds / 3, 0.1)
-
-
-def upload_seconds(config: StoreConfig) -> float:
-    """Time limit of a request that carries a part; less than the stall limit, so that it is tried
-    again before that.
-    """
-    return max(config.stall_seconds * 0.9, 0.1)
 
 
 class _Life:
@@ -94,11 +95,12 @@ class S3fsStore:
         revocable=True,
         min_part=5 << 20,
         max_parts=10_000,
+        patience=4,
     )
 
     def __init__(self, config: StoreConfig, fs: Any, path: str) -> None:
         self._seconds = request_seconds(config)
-        self._upload_seconds = upload_seconds(config)
+        self._stall = config.stall_seconds
         self._fs = fs
         fs.retries = 1
         # A '?versionId=' in a folder's name is a part of it.
@@ -109,7 +111,8 @@ class S3fsStore:
     def call(self, method: str, **kwargs: Any) -> Any:
         """One S3 API call on this bucket; blocks."""
         # While a body is sent nothing is heard of it, and sixteen parts share one slow line.
-        seconds = self._upload_seconds if "Body" in kwargs else self._seconds
+        body = kwargs.get("Body")
+        seconds = self._seconds if body is None else upload_seconds(self._stall, len(body))
         return self.run(
             lambda: self._fs._call_s3(method, Bucket=self.bucket, **kwargs), _Life(seconds)
         )

@@ -36,7 +36,10 @@ __all__ = [
     "check_name",
     "check_range",
     "scatter",
+    "upload_seconds",
 ]
+
+_PART = 8 << 20
 
 Backend: TypeAlias = (
     "Literal['auto', 'fsspec', 'local', 'obstore'] | Callable[[StoreConfig], Store]"
@@ -58,6 +61,9 @@ class Limits:
             one that hangs can be kept from them by releasing them.  Other stores are given memory
             that is used for nothing else.
         min_part, max_parts: bounds of a multipart upload.
+        patience: how many stall limits may go by before one of the requests under way ends, where
+            those of a rank share a slow line and none carries more than 8 MiB; the client tells
+            silence from slowness as it can.
     """
 
     order: Literal["any", "parts", "queue", "stream"]
@@ -67,6 +73,11 @@ class Limits:
     revocable: bool = False
     min_part: int = 1
     max_parts: int = 1 << 40
+    patience: int = 1
+
+    def patience_for(self, nbytes: int) -> int:
+        """:attr:`patience` with requests that carry `nbytes`; 1 where that is 1."""
+        return 1 if self.patience == 1 else self.patience * max(1, -(-nbytes // _PART))
 
 
 @dataclass(frozen=True)
@@ -201,6 +212,16 @@ def _stays_inside(name: str) -> bool:
     except UnsafeCheckpointError:
         return False
     return True
+
+
+def upload_seconds(stall_seconds: float, nbytes: int) -> float:
+    """Time limit of one request to an object store that carries `nbytes`.
+
+    Clients do not tell what of it has gone out, so it is one for its whole length: 8 MiB in three
+    stall limits, which is 47 kB/s a connection at the default of 60 s.  It is less than what
+    :class:`Limits` allows, so that one lost connection is tried again before that.
+    """
+    return max(3 * stall_seconds, 0.1) * max(1.0, nbytes / _PART)
 
 
 def scatter(data: bytes | memoryview, pieces: Sequence[memoryview]) -> None:

@@ -107,7 +107,7 @@ def retrying(
         StorageError: the error is permanent, or the policy is used up; names `what`, the rank and
             the count of tries.
     """
-    begin = time.monotonic()
+    begin: float | None = None  # of failing
     for attempt in range(1, policy.tries + 1):
         stats.add(requests=1)
         try:
@@ -118,6 +118,7 @@ def retrying(
             error = raised.__cause__ if isinstance(raised, NoRetryError) else raised
             if not isinstance(error, Exception):
                 error = raised
+            begin = time.monotonic() if begin is None else begin
             pause = random.uniform(0, min(policy.longest, policy.first * 2**attempt))
             over = time.monotonic() + pause - begin > policy.seconds
             over = over or attempt == policy.tries or stopped()

@@ -85,8 +85,11 @@ class StreamingWriter(HasRole, StorageWriter):
             client; elsewhere those alone.  Never shown in errors or logs.
         progress: a bar on rank 0 in a terminal, log lines elsewhere.
         fsync: local paths only: everything is on the disk before ``.metadata`` is.
-        stall_seconds: a save fails when nothing was written for this long; cleaning up after a
-            failure takes at most as long again.
+        stall_seconds: a save fails when nothing was written for this long, and on object storage
+            when a part of 8 MiB takes three times as long (47 kB/s a connection by default: raise
+            it, or lower `concurrency`, below 0.75 MB/s a rank); there a server that says nothing
+            more is found out within six times as long and the seconds of `retry`.  Cleaning up
+            after a failure takes at most as long again.
         retry: how transient errors are retried.
 
     Attributes:

@@ -35,8 +35,9 @@ BACKENDS = ["obstore", "fsspec"]
 SLOW_FSSPEC = pytest.param("fsspec", marks=pytest.mark.slow)
 #: A client may try a few times by itself within each of our tries.
 RETRY = RetryPolicy(tries=3, seconds=20.0, first=0.01, longest=0.1)
-#: ``stall_seconds`` where the server says nothing, and what a call may then take at most.
-STALL, STALLED_WITHIN = 1.0, 10.0
+#: ``stall_seconds`` where the server says nothing, and what a load and a save may then take at
+#: most; the stated limit of a save is six times that, and the time of retrying, here next to none.
+STALL, STALLED_WITHIN, SILENT_SAVE_WITHIN = 1.0, 10.0, 12.0
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +323,7 @@ def test_a_save_to_a_silent_server_ends(
     begin = time.monotonic()
     with pytest.raises(CheckpointException):
         place.through(proxy).save(make_state(15), stall=STALL, overwrite=True)
-    assert time.monotonic() - begin < STALLED_WITHIN
+    assert time.monotonic() - begin < SILENT_SAVE_WITHIN
     assert place.holds(old)
 
 

@@ -21,12 +21,15 @@ def _save_and_load(backend: str, count: int, rate: float, stall: float) -> None:
         writer = StreamingWriter(s3.url("slow"), **where)
         dcp.save(dict(state), storage_writer=writer)
         assert_same(load(StreamingReader(s3.url("slow"), **where), state), state)
-        assert writer.stats.retries == 0
+        assert s3.stats()["bytes_in"] < 1.1 * writer.stats.bytes  # nothing was sent twice
 
 
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
-def test_a_request_may_take_longer_than_a_third_of_the_limit(backend: str) -> None:
-    _save_and_load(backend, 5 << 18, 6e6, 6.0)  # 20 MiB, all parts at once: 3.5 s
+def test_a_request_may_take_longer_than_the_limit(backend: str) -> None:
+    """20 MiB, all parts at once: 4.2 s, 2.1 times the limit.  With the default of 60 s this is as
+    slow as 170 kB/s.
+    """
+    _save_and_load(backend, 5 << 18, 5e6, 2.0)
 
 
 @pytest.mark.slow
