@@ -59,6 +59,8 @@ __all__ = ["TOLERANCE", "Run", "judge", "main"]
 TOLERANCE = 1e-4
 """Largest relative difference of a loss where sums are taken in another order."""
 _MIB = 1 << 20
+_IMPORTED_ONCE = ["dcp_fsdp_osd", "examples.tiny_lm", "torch._dynamo", "torch.distributed.fsdp"]
+"""By the process that ranks are forked from."""
 _QUICK = Config(width=32, heads=2, layers=2, context=32, rows=4, steps=8, save_at=4)
 
 
@@ -212,7 +214,7 @@ def _rank(rank: int, job: dict[str, Any]) -> None:
 
 def _spawn(job: dict[str, Any], timeout: float) -> list[Any]:
     """Run a job on new processes; each rank's result.  None of them is left, whatever happens."""
-    mp.set_forkserver_preload([__spec__.name, "torch._dynamo"])  # imports torch once for all
+    mp.set_forkserver_preload(_IMPORTED_ONCE)
     started = mp.start_processes(
         _rank, args=(job,), nprocs=job["world"], join=False, start_method="forkserver"
     )

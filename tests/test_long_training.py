@@ -29,6 +29,7 @@ from dcp_fsdp_osd import (
 from tests import ranks
 from tests.models import Block, Transformer, wrap_fsdp1
 from tests.ranks import run_ranks
+from tests.torch_gaps import train_fsdp2_on_cpu
 
 TOLERANCE = 1e-12
 """Relative, of a loss in float64. One rounding is 1e-16; two worlds that never stop differ by 4e-16
@@ -45,7 +46,9 @@ def _wrap(kind: str, model: nn.Module, world: int) -> nn.Module:
         for module in model.modules():
             if isinstance(module, Block):
                 fully_shard(module)
-        return fully_shard(model)
+        fully_shard(model)
+        train_fsdp2_on_cpu(model)
+        return model
     options: dict[str, Any] = {
         "blocks": {"policy": "blocks"},
         "root flat": {"policy": "root", "use_orig_params": False},

@@ -163,6 +163,7 @@ def heard(told: list[str]) -> Iterator[None]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.6's own use
             yield
     finally:
         logging.getLogger().removeHandler(handler)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import pickle
 import struct
 import time
@@ -41,6 +42,10 @@ KNOWN += [_StorageInfo, OrderedDict, PurePosixPath, PureWindowsPath, torch.Size,
 KNOWN += [slice, range, complex, bytearray, torch.serialization._get_layout]
 
 
+_FIELDS = [field.name for field in dataclasses.fields(dcp.StorageMeta)]
+_MODULES = (["m"],) if "modules" in _FIELDS else ()  # since torch 2.7
+
+
 def _sample() -> dcp.Metadata:
     def tensor(*size: int) -> dcp.TensorStorageMetadata:
         chunk = dcp.ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))
@@ -61,7 +66,7 @@ def _sample() -> dcp.Metadata:
             dcp.MetadataIndex("s", torch.Size([]), 0): info(1),
             dcp.MetadataIndex("lr"): info(2),
         },
-        storage_meta=dcp.StorageMeta(PurePosixPath("/x/y"), "save", None, ["m"]),
+        storage_meta=dcp.StorageMeta(PurePosixPath("/x/y"), "save", None, *_MODULES),
     )
 
 

@@ -227,7 +227,7 @@ def preadv(fd, buffers, offset):
 local_store.os.preadv = preadv
 try:
     dcp.load({"w": torch.zeros(100, 600)},
-             storage_reader=StreamingReader(sys.argv[1], stall_seconds=0.5), no_dist=True)
+             storage_reader=StreamingReader(sys.argv[1], stall_seconds=0.5))
 except BaseException as error:
     print("raised", type(error).__name__)
 """
