@@ -211,13 +211,13 @@ EXPECTED = [100.0 if name == "exp#2" else float(number) for number, name in enum
 AS_SAVED = [float(number) for number in range(len(ODD))]
 
 CASES = [
-    Attack("odd names", attack=odd_names, must=Gives((EXPECTED, True)), seconds=30),
+    Attack("odd names", attack=odd_names, must=Gives((EXPECTED, True)), seconds=90),
     Attack(
         "odd names, saved by one client and loaded by the other",
         attack=the_other_client,
         must=Gives(AS_SAVED),
         on=("s3fs", "obstore"),
-        seconds=30,
+        seconds=90,
     ),
     Attack(
         "odd names on fsspec's own file systems",
