@@ -37,6 +37,7 @@ __all__ = [
     "Target",
     "check_unwrapped",
     "describe_target",
+    "describe_targets",
     "in_two_dimensions",
     "segment_of",
     "unmet_params",
@@ -152,6 +153,18 @@ def describe_target(model: nn.Module, optim: torch.optim.Optimizer) -> Target:
         tuple(each.device for each in described),
         shards,
     )
+
+
+def describe_targets(
+    model: nn.Module | None,
+    optim: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
+    key: str,
+) -> tuple[dict[str, torch.optim.Optimizer], dict[str, Target]]:
+    """The optimizers by key (one alone is at ``key``), and their targets: none without a model."""
+    optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim or {})
+    if model is None:
+        return optims, {}
+    return optims, {name: describe_target(model, each) for name, each in optims.items()}
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from dcp_fsdp_osd.errors import (
 from dcp_fsdp_osd.exchange.decide import Broadcast, describe, plan_reads
 from dcp_fsdp_osd.exchange.regions import in_order
 from dcp_fsdp_osd.exchange.worker import Exchange, ExchangeStats
-from dcp_fsdp_osd.fsdp.optim import Target, describe_target
+from dcp_fsdp_osd.fsdp.optim import Target, describe_targets
 from dcp_fsdp_osd.load.agree import Agreed, RankReport, agree, reports_of
 from dcp_fsdp_osd.load.begin import begin_loads, known_optims
 from dcp_fsdp_osd.load.protocol import Form, StateLoad
@@ -155,13 +155,8 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             raise ValueError(f"expected form='flat', 'sharded' or 'full', found {form!r}")
         if rank0_only and form != "full":
             raise ValueError(f"expected form='full' with rank0_only=True, found form={form!r}")
-        optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim or {})
-        targets = {
-            name: describe_target(model, o) for name, o in optims.items() if model is not None
-        }
         self._init(
-            optims,
-            targets,
+            *describe_targets(model, optim, key),
             strict,
             default_planner_options,
             form=form,

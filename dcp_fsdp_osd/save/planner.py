@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_fsdp_osd.checkpoint import INFO_KEY, SavedInfo, is_flattened
 from dcp_fsdp_osd.errors import LayoutError
-from dcp_fsdp_osd.fsdp.optim import check_unwrapped, describe_target
+from dcp_fsdp_osd.fsdp.optim import check_unwrapped, describe_targets
 from dcp_fsdp_osd.layout.flat import FlatLayout
 from dcp_fsdp_osd.misuse.arguments import HasRole, check_key, check_optim, check_options
 from dcp_fsdp_osd.misuse.flat_form import check_rest
@@ -117,10 +117,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         check_optim(model, optim, type(self).__name__, several=True)
         check_key(key, type(self).__name__)
         check_options(default_planner_options, DefaultSavePlanner, type(self))
-        optims = {key: optim} if isinstance(optim, torch.optim.Optimizer) else dict(optim or {})
-        targets = {
-            name: describe_target(model, each) for name, each in optims.items() if model is not None
-        }
+        optims, targets = describe_targets(model, optim, key)
         layouts = {name: target.layout for name, target in targets.items()}
         self._init(layouts, default_planner_options)
         keys = (model_key,) if isinstance(model_key, str) else tuple(model_key or ())

@@ -9,7 +9,7 @@ one key has a form that it does not take (empty names, ``.``, ``..``, control ch
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -17,7 +17,7 @@ from dcp_fsdp_osd.storage.location import split_url
 from dcp_fsdp_osd.storage.options import for_botocore
 from dcp_fsdp_osd.storage.store import StoreConfig
 
-__all__ = ["Credentials", "PlainS3", "find_credentials"]
+__all__ = ["Credentials", "PlainS3", "find_credentials", "list_uploads"]
 
 # botocore renews credentials that end within this time; obstore asks anew five minutes before.
 _LIFE = timedelta(minutes=10)
@@ -95,6 +95,28 @@ def _endpoint(session: Any) -> str | None:
     return None if found is None else str(found)
 
 
+def list_uploads(call: Callable[..., Mapping[str, Any]], prefix: str) -> list[tuple[str, str]]:
+    """As :meth:`Store.uploads`, of the keys below ``prefix``.
+
+    ``call`` sends a request to the bucket, by botocore's name and arguments.
+    """
+    found: list[tuple[str, str]] = []
+    after: dict[str, str] = {}
+    while True:
+        page = call("list_multipart_uploads", Prefix=prefix, **after)
+        for each in page.get("Uploads", ()):
+            name = str(each["Key"]).removeprefix(prefix)
+            if "/" not in name:
+                found.append((name, str(each["UploadId"])))
+        last = {
+            "KeyMarker": str(page.get("NextKeyMarker", "")),
+            "UploadIdMarker": str(page.get("NextUploadIdMarker", "")),
+        }
+        if not page.get("IsTruncated") or last == after:
+            return found
+        after = last
+
+
 class PlainS3:
     """A few requests to the bucket of an S3 URL; blocks.  Thread-safe.
 
@@ -137,12 +159,7 @@ class PlainS3:
 
     def uploads(self) -> list[tuple[str, str]]:
         """As :meth:`Store.uploads`."""
-        page = self._call("list_multipart_uploads", Prefix=self._prefix)
-        found = [
-            (str(each["Key"]).removeprefix(self._prefix), str(each["UploadId"]))
-            for each in page.get("Uploads", ())
-        ]
-        return [(name, upload) for name, upload in found if "/" not in name]
+        return list_uploads(self._call, self._prefix)
 
     def abort_upload(self, name: str, upload: str) -> None:
         """As :meth:`Store.abort_upload`."""

@@ -20,6 +20,7 @@ from botocore.config import Config
 from s3fs import S3FileSystem
 
 from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.aws import list_uploads
 from dcp_fsdp_osd.storage.options import for_s3fs
 from dcp_fsdp_osd.storage.store import (
     Commit,
@@ -264,10 +265,7 @@ class S3fsStore:
         self.call("put_object", Key=self.key(name), Body=data)
 
     def uploads(self) -> list[tuple[str, str]]:
-        key = len(self._prefix)
-        page = self.call("list_multipart_uploads", Prefix=self._prefix)
-        found = [(str(each["Key"])[key:], each["UploadId"]) for each in page.get("Uploads", ())]
-        return [(name, upload) for name, upload in found if "/" not in name]
+        return list_uploads(self.call, self._prefix)
 
     def abort_upload(self, name: str, upload: str) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -163,7 +163,7 @@ class Store(Protocol):
         """Delete files; missing ones are no error."""
 
     def uploads(self) -> list[tuple[str, str]]:
-        """Name and id of the multipart uploads under way directly in the folder, up to 1000."""
+        """Name and id of the multipart uploads under way directly in the folder."""
 
     def abort_upload(self, name: str, upload: str) -> None:
         """Abort one of :meth:`uploads`; one that is over is no error."""

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter, latest
+from dcp_fsdp_osd.storage.aws import list_uploads
 from dcp_fsdp_osd.storage.transfer import RetryPolicy
 from tests.servers import Fault, S3Endpoint, SeaweedS3, fault_proxy
 from tests.storage.attacks.names import EXPECTED, odd_names
@@ -180,6 +181,25 @@ def test_a_failed_save_leaves_no_uploads_and_no_objects(weed: SeaweedS3, backend
     uploads = client.list_multipart_uploads(Bucket=weed.bucket, Prefix=prefix).get("Uploads", [])
     assert uploads == []
     assert "Contents" not in client.list_objects_v2(Bucket=weed.bucket, Prefix=prefix)
+
+
+def test_more_uploads_than_one_answer_names_are_all_found(weed: SeaweedS3) -> None:
+    client = boto3.client("s3", **weed.boto3_options)
+    begun = set()
+    for i in range(7):
+        name = f"__{i % 3}_0.distcp"
+        answer = client.create_multipart_upload(Bucket=weed.bucket, Key=f"many/{name}")
+        begun.add((name, answer["UploadId"]))
+    client.create_multipart_upload(Bucket=weed.bucket, Key="many/below/file")
+    answers = []
+
+    def two_at_a_time(method: str, **kwargs: Any) -> Any:
+        answers.append(getattr(client, method)(Bucket=weed.bucket, MaxUploads=2, **kwargs))
+        return answers[-1]
+
+    found = list_uploads(two_at_a_time, "many/")
+    assert set(found) == begun and len(found) == len(begun)
+    assert len(answers) >= 4
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
