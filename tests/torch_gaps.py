@@ -19,12 +19,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
+    "AVERAGES_ON_CPU",
     "COPIES_TO_STAGE",
     "HAS_FSDP2_ON_CPU",
     "HAS_NO_DIST",
     "HAS_STORE_CLONE",
+    "LOSES_TURNS",
     "VERSION",
     "async_kinds",
     "async_save",
@@ -84,6 +88,9 @@ COPIES_TO_STAGE = VERSION >= (2, 7)
 """Whether ``async_save`` copies tensors that lie on the CPU already before it returns."""
 HAS_STORE_CLONE = hasattr(dist.Store, "clone")  # 2.8
 HAS_FSDP2_ON_CPU = hasattr(torch.cpu.Stream, "record_event")  # 2.7; likewise
+AVERAGES_ON_CPU = VERSION >= (2, 9)
+"""Whether gloo's reduce_scatter takes the mean where it is asked to; before, it takes the sum."""
+LOSES_TURNS = Shard(0) == _StridedShard(0, split_factor=2)  # before 2.10
 needs_groups_without_rank_0 = lacks(  # 2.7
     not hasattr(_DistWrapper(None, False, 0), "global_coordinator_rank"),
     "DCP in process groups without global rank 0",
@@ -173,10 +180,18 @@ def _with_no_dist(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def train_fsdp2_on_cpu(model: nn.Module) -> None:
-    """Let FSDP2 train on CPU where it is made for CUDA alone (before 2.7)."""
-    if HAS_FSDP2_ON_CPU:
+    """Let FSDP2 train on CPU where it is made for CUDA alone (before 2.7), or takes the sums that
+    gloo makes for the means that it asked for (2.8).
+    """
+    if AVERAGES_ON_CPU:
         return
     from torch.distributed.fsdp import FSDPModule
+
+    if HAS_FSDP2_ON_CPU:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        return
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     def factors(shards: Any, replicas: Any, dtype: torch.dtype) -> tuple[float, float]:

@@ -20,7 +20,15 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from dcp_fsdp_osd.allocate import empty_for_reading
 from dcp_fsdp_osd.layout.geometry import Box
 
-__all__ = ["Placed", "dtensor_problem", "like_param", "local_box", "placement_text", "wrong_rows"]
+__all__ = [
+    "Placed",
+    "dtensor_problem",
+    "like_param",
+    "local_box",
+    "lost_turns",
+    "placement_text",
+    "wrong_rows",
+]
 
 _Rows = tuple[range, ...]
 
@@ -130,6 +138,27 @@ def placement_text(value: DTensor) -> str:
     """Names of the mesh dimensions, and the placement in each: JSON, the same on all ranks."""
     names = value.device_mesh.mesh_dim_names
     return json.dumps([list(names or ()), *map(_code, value.placements)])
+
+
+def lost_turns(text: str, param_text: str) -> str:
+    """Why a tensor of a parameter's shape does not lie where its own placements say; else empty.
+
+    Before torch 2.10 (2.9 was not tried) a ``_StridedShard`` equals a ``Shard``: what arithmetic
+    makes of a parameter says ``Shard``, and its rows lie where the parameter's do.
+
+    Args:
+        text, param_text: of :func:`placement_text`.
+    """
+    if text == param_text or Shard(0) != _StridedShard(0, split_factor=2):
+        return ""
+    pairs = list(itertools.zip_longest(json.loads(text), json.loads(param_text)))
+    if all(a == b or (a and b and [*a, *b[2:]] == ["shard", *b[1:]]) for a, b in pairs):
+        return (
+            f"expected the parameter's placements {param_text}, found {text}, which torch "
+            f"{torch.__version__} writes where it computes with the parameter, and which stand for "
+            f"other rows. Make the state from zeros_like or clone and in place, or use torch 2.10"
+        )
+    return ""
 
 
 def _code(placement: Placement) -> list[str | int]:

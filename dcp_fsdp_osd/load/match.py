@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from dcp_fsdp_osd.checkpoint import CheckpointIndex, SavedInfo
 from dcp_fsdp_osd.errors import LayoutError, Mismatch
 from dcp_fsdp_osd.layout.flat import FlatLayout, ParamKind, ParamLayout
-from dcp_fsdp_osd.layout.placements import Placed
+from dcp_fsdp_osd.layout.placements import Placed, lost_turns, placement_text
 from dcp_fsdp_osd.load.protocol import StateCodec
 from dcp_fsdp_osd.load.schedule import LoadSchedule
 from dcp_fsdp_osd.tree import Path, dotted
@@ -283,6 +283,9 @@ def placed_for(
             raise LayoutError(
                 f"expected the optimizer's tensor sharded or replicated, found {current.placements}"
             )
+        lost = lost_turns(placement_text(current), placement_text(param))
+        if lost and current.shape == param.shape:
+            raise LayoutError(lost)
         return Placed.of(current)
     if not record:
         like = record is None and storage.size and storage.size == param.shape

@@ -21,7 +21,7 @@ from dcp_fsdp_osd.checkpoint import per_rank_prefix
 from dcp_fsdp_osd.containers import containers_of
 from dcp_fsdp_osd.errors import LayoutError
 from dcp_fsdp_osd.layout.flat import FlatLayout, ParamKind, ParamLayout, Piece, param_id
-from dcp_fsdp_osd.layout.placements import dtensor_problem, placement_text
+from dcp_fsdp_osd.layout.placements import dtensor_problem, lost_turns, placement_text
 from dcp_fsdp_osd.lowbit.blocks import is_wrapper, local_part
 from dcp_fsdp_osd.lowbit.save import quantized_entries
 from dcp_fsdp_osd.save.report import GroupInfo, Report
@@ -290,6 +290,8 @@ def _save_placement(
     like = tuple(value.shape) == param.shapes[0]
     if isinstance(value, DTensor):
         text = placement_text(value)
+        if like and (problem := lost_turns(text, param.placed)):
+            raise LayoutError(f"{dotted(place)}: {problem}")
         if not like or text != param.placed:
             entries.report.info.placed[dotted(place)] = text
         if not like and value.dim():

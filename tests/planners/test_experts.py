@@ -28,6 +28,7 @@ from tests import ranks
 from tests.models import Block, Mlp, wrap_fsdp1
 from tests.planners.checks import assert_same, differences
 from tests.ranks import run_ranks
+from tests.torch_gaps import train_fsdp2_on_cpu
 
 
 class Mixture(nn.Module):
@@ -116,6 +117,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _train(model: nn.Module, optim: torch.optim.Optimizer, steps: range) -> None:
+    train_fsdp2_on_cpu(model)
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         model(torch.randn(4, 6, generator=generator), step).backward()

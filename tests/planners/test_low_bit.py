@@ -33,6 +33,7 @@ from tests import ranks
 from tests.models import wrap_fsdp1
 from tests.planners.checks import assert_same, load, save
 from tests.ranks import run_ranks
+from tests.torch_gaps import train_fsdp2_on_cpu
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
@@ -90,6 +91,7 @@ def make(
 
 
 def train(model: nn.Module, optim: torch.optim.Optimizer, *steps: int) -> None:
+    train_fsdp2_on_cpu(model)
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         model(torch.randn(8, generator=generator)).backward()
