@@ -22,6 +22,7 @@ from dcp_fsdp_osd.layout import FlatLayout
 from dcp_fsdp_osd.load.planner import FlatOptimLoadPlanner
 from dcp_fsdp_osd.load.protocol import Form
 from dcp_fsdp_osd.save.planner import FlatOptimSavePlanner
+from dcp_fsdp_osd.staging import FlatStager
 from dcp_fsdp_osd.stateful.model import FlatModelState
 from dcp_fsdp_osd.stateful.optim import FlatOptimState
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter, latest
@@ -48,6 +49,7 @@ __all__ = [
     "FlatOptimLoadPlanner",
     "FlatOptimSavePlanner",
     "FlatOptimState",
+    "FlatStager",
     "Form",
     "FullStateReader",
     "LayoutError",

@@ -25,7 +25,8 @@ FLOORS = (
     ("fsdp",),
     ("misuse",),
     ("layout",),
-    ("optim_class", "containers", "allocate"),
+    ("optim_class", "containers", "staging"),
+    ("allocate",),
     ("tree", "compat"),
     ("errors",),
 )

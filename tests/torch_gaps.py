@@ -27,6 +27,7 @@ __all__ = [
     "COPIES_TO_STAGE",
     "HAS_FSDP2_ON_CPU",
     "HAS_NO_DIST",
+    "HAS_STAGERS",
     "HAS_STORE_CLONE",
     "LOSES_TURNS",
     "VERSION",
@@ -59,7 +60,7 @@ _ERRORS = {
     "shard_sizes=[0, 4], placement=rank:1/cpu) overlap": "ShardedTensors without rows",
     "required to save or load, but model state_dict is empty": "meta models' state",
 }
-"""Text of an error that torch before 2.9 raises itself, and what it lacks then."""
+"""Text of an error that torch before 2.11 raises itself, and what it lacks then."""
 
 
 def gap_in(error: BaseException) -> str | None:
@@ -68,7 +69,7 @@ def gap_in(error: BaseException) -> str | None:
     ranks = failures.values() if isinstance(failures, dict) else None
     texts = [str(error)] if ranks is None else [f"{f.message}\n{f.traceback}" for f in ranks]
     for sign, what in _ERRORS.items():
-        if VERSION < (2, 9) and texts and all(sign in text for text in texts):
+        if VERSION < (2, 11) and texts and all(sign in text for text in texts):
             return f"torch {torch.__version__} has no {what}"
     return None
 
@@ -96,6 +97,7 @@ needs_groups_without_rank_0 = lacks(  # 2.7
     "DCP in process groups without global rank 0",
 )
 
+HAS_STAGERS = "async_stager" in inspect.signature(dcp.async_save).parameters  # 2.9 at the latest
 _HAS_KINDS = hasattr(dcp.state_dict_saver, "AsyncCheckpointerType")  # 2.7
 async_kinds = pytest.mark.parametrize(
     "kind",
@@ -225,5 +227,9 @@ def forget_placements() -> None:
 
     if hasattr(debug, "_clear_sharding_prop_cache"):
         debug._clear_sharding_prop_cache()
+        return
+    if hasattr(debug, "_clear_fast_path_sharding_prop_cache"):  # 2.10
+        debug._clear_fast_path_sharding_prop_cache()
+        debug._clear_python_sharding_prop_cache()
         return
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()

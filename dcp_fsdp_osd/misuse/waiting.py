@@ -31,6 +31,10 @@ AFTER = 10.0
 PERIOD = 2.0
 """Seconds between two of its signs of life; one that shows none for two periods is not there."""
 _SHOWN = 16
+_OWN_GROUP = (
+    ". dcp.async_save needs a process group of its own, process_group=dist.new_group(backend="
+    "'gloo'): over that of training its messages mix with training's"
+)
 
 P = TypeVar("P")
 
@@ -120,10 +124,11 @@ class _Watch:
         logger.warning(
             "rank %d has waited %.0f s for all ranks to begin the %s. Not heard of: %s, of %d. "
             "All ranks of its process group must call it; if that is not the whole job, ranks "
-            "outside of it are not waited for",
+            "outside of it are not waited for%s",
             self._rank,
             time.monotonic() - self._begin,
             self._what,
             several([str(rank) for rank in missing], _SHOWN),
             self._world,
+            "" if self._caller == threading.main_thread().ident else _OWN_GROUP,
         )

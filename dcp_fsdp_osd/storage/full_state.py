@@ -41,6 +41,7 @@ from dcp_fsdp_osd.errors import (
 )
 from dcp_fsdp_osd.layout.geometry import narrowed_view
 from dcp_fsdp_osd.misuse.arguments import HasRole
+from dcp_fsdp_osd.storage.missing import Unreadable
 from dcp_fsdp_osd.storage.once import from_first_rank
 from dcp_fsdp_osd.storage.session import telling
 from dcp_fsdp_osd.tree import dotted, leaves
@@ -106,9 +107,20 @@ class FullStateReader(HasRole, StorageReader):
             self._source = checkpoint_id
         self._values = {}
 
-    @portable_errors()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Names, shapes and dtypes of the source.  Collective over the process group."""
+        """Names, shapes and dtypes of the source.  Collective over the process group.
+
+        Where it cannot be read, what is returned raises the reason when it is looked at (see
+        ``missing.py``).
+        """
+        try:
+            return self._read_metadata()
+        except Exception as error:
+            failure = error
+        return Unreadable(lambda: failure, missing=False)
+
+    @portable_errors()
+    def _read_metadata(self) -> Metadata:
         return from_first_rank(self._ranks(), "read the full state", self._describe)
 
     def _describe(self) -> Metadata:
@@ -184,7 +196,8 @@ class FullStateReader(HasRole, StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing to set up."""
+        """Raise why the metadata could not be read, if so; there is nothing to set up."""
+        metadata.state_dict_metadata  # noqa: B018
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan, which says whether this rank can read (see ``StreamingReader``)."""
