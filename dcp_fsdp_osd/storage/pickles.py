@@ -110,10 +110,11 @@ def _run(  # noqa: PLR0912, PLR0915
     memo: list[Any] = []
     made, most = 0, size // 4 + 64
     at = 0
+    rarer = _Rarer(data, hashable, find)
     u32, i32 = _U32.unpack_from, _I32.unpack_from
     state: Any
     while True:
-        if made > most or len(memo) > most or len(stack) > _MOST_OPEN:
+        if made + rarer.made > most or len(memo) > most or len(stack) > _MOST_OPEN:
             raise PickleError(f"too many values for {size} bytes, at byte {at}")
         for _ in range(_BATCH):
             op = data[at]
@@ -196,38 +197,12 @@ def _run(  # noqa: PLR0912, PLR0915
                 if at > size:
                     raise PickleError("it ends in a text")
                 stack.append(data[begin:at].decode("utf-8", "surrogatepass"))
-            elif op == 0x8A:  # LONG1
-                raw = _take(data, at + 1, data[at])
-                at += 1 + len(raw)
-                stack.append(int.from_bytes(raw, "little", signed=True))
-            elif op == 0x74:  # TUPLE
-                items, stack = stack, marks.pop()
-                stack.append(tuple(items))
-                made += 1
-            elif op == 0x87:  # TUPLE3
-                last = stack.pop()
-                middle = stack.pop()
-                stack[-1] = (stack[-1], middle, last)
-                made += 1
             elif op == 0x4E:  # NONE
                 stack.append(None)
             elif op == 0x89:  # NEWFALSE
                 stack.append(False)
             elif op == 0x88:  # NEWTRUE
                 stack.append(True)
-            elif op == 0x5D:  # EMPTY_LIST
-                stack.append([])
-                made += 1
-            elif op == 0x61:  # APPEND
-                value = stack.pop()
-                _list(stack[-1]).append(value)
-            elif op == 0x65:  # APPENDS
-                items, stack = stack, marks.pop()
-                _list(stack[-1]).extend(items)
-            elif op == 0x73:  # SETITEM
-                value = stack.pop()
-                name = stack.pop()
-                _fill(stack[-1], [name, value], hashable)
             elif op in (0x71, 0x72):  # BINPUT, LONG_BINPUT
                 raw = _take(data, at, 1 if op == 0x71 else 4)
                 at += len(raw)
@@ -235,52 +210,140 @@ def _run(  # noqa: PLR0912, PLR0915
                 if number > len(memo):
                     raise PickleError(f"memo {number} at byte {at}, after {len(memo)} others")
                 memo[number : number + 1] = [stack[-1]]
-            elif op in _COUNTED:
-                wide, make = _COUNTED[op]
-                count = int.from_bytes(_take(data, at, wide), "little")
-                stack.append(make(_take(data, at + wide, count)))
-                at += wide + count
-            elif op == 0x47:  # BINFLOAT
-                stack.append(_F64.unpack_from(data, at)[0])
-                at += 8
-            elif op == 0x8F:  # EMPTY_SET
-                stack.append(set())
-                made += 4  # one of these takes as much as four others
-            elif op == 0x90:  # ADDITEMS
-                items, stack = stack, marks.pop()
-                if type(stack[-1]) is not set:
-                    raise PickleError(f"items of {_shown(stack[-1])} at byte {at}")
-                stack[-1].update(_keys(items, hashable))
-            elif op == 0x91:  # FROZENSET
-                items, stack = stack, marks.pop()
-                stack.append(frozenset(_keys(items, hashable)))
-                made += 4
-            elif op == 0x93:  # STACK_GLOBAL
-                name = stack.pop()
-                module = stack.pop()
-                if type(name) is not str or type(module) is not str:
-                    raise PickleError(f"a global without a name at byte {at}")
-                stack.append(find(module, name))
-            elif op == 0x63:  # GLOBAL
-                middle = data.index(b"\n", at, at + 256)
-                end = data.index(b"\n", middle + 1, middle + 256)
-                stack.append(find(data[at:middle].decode(), data[middle + 1 : end].decode()))
-                at = end + 1
             elif op == 0x51 and persistent is not None:  # BINPERSID
                 stack[-1] = persistent(stack[-1])
             elif op == 0x95:  # FRAME
                 at += 8
-            elif op == 0x80:  # PROTO
-                if not 2 <= data[at] <= 5:
-                    raise PickleError(f"protocol {data[at]} at byte {at}")
-                at += 1
             elif op == 0x2E:  # STOP
                 value = stack.pop()
                 if stack or marks:
                     raise PickleError(f"values are left at byte {at}")
                 return value, at
+            elif op in _CLOSING:
+                items, stack = stack, marks.pop()
+                _CLOSING[op](rarer, items, stack, at)
             else:
-                raise PickleError(f"opcode {op:#04x} at byte {at - 1}")
+                at = rarer.do(op, stack, at)
+
+
+class _Rarer:
+    """Opcodes that metadata have few of, and that need neither marks nor memo.
+
+    Each takes the stack and the offset behind the opcode, and returns the offset to go on at.
+
+    Attributes:
+        made: the values that they made.
+    """
+
+    def __init__(
+        self, data: bytes, hashable: frozenset[type], find: Callable[[str, str], Any]
+    ) -> None:
+        self._data, self._hashable, self._find = data, hashable, find
+        self.made = 0
+
+    def do(self, op: int, stack: list[Any], at: int) -> int:
+        if op in _COUNTED:
+            wide, make = _COUNTED[op]
+            count = int.from_bytes(_take(self._data, at, wide), "little")
+            stack.append(make(_take(self._data, at + wide, count)))
+            return at + wide + count
+        if op not in _RARER:
+            raise PickleError(f"opcode {op:#04x} at byte {at - 1}")
+        return _RARER[op](self, stack, at)
+
+    def proto(self, stack: list[Any], at: int) -> int:
+        if not 2 <= self._data[at] <= 5:
+            raise PickleError(f"protocol {self._data[at]} at byte {at}")
+        return at + 1
+
+    def long1(self, stack: list[Any], at: int) -> int:
+        raw = _take(self._data, at + 1, self._data[at])
+        stack.append(int.from_bytes(raw, "little", signed=True))
+        return at + 1 + len(raw)
+
+    def binfloat(self, stack: list[Any], at: int) -> int:
+        stack.append(_F64.unpack_from(self._data, at)[0])
+        return at + 8
+
+    def empty_list(self, stack: list[Any], at: int) -> int:
+        stack.append([])
+        self.made += 1
+        return at
+
+    def empty_set(self, stack: list[Any], at: int) -> int:
+        stack.append(set())
+        self.made += _AS_SET
+        return at
+
+    def tuple3(self, stack: list[Any], at: int) -> int:
+        last = stack.pop()
+        middle = stack.pop()
+        stack[-1] = (stack[-1], middle, last)
+        self.made += 1
+        return at
+
+    def append(self, stack: list[Any], at: int) -> int:
+        value = stack.pop()
+        _list(stack[-1]).append(value)
+        return at
+
+    def setitem(self, stack: list[Any], at: int) -> int:
+        value = stack.pop()
+        name = stack.pop()
+        _fill(stack[-1], [name, value], self._hashable)
+        return at
+
+    def stack_global(self, stack: list[Any], at: int) -> int:
+        name = stack.pop()
+        module = stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise PickleError(f"a global without a name at byte {at}")
+        stack.append(self._find(module, name))
+        return at
+
+    def plain_global(self, stack: list[Any], at: int) -> int:
+        middle = self._data.index(b"\n", at, at + 256)
+        end = self._data.index(b"\n", middle + 1, middle + 256)
+        module, name = self._data[at:middle], self._data[middle + 1 : end]
+        stack.append(self._find(module.decode(), name.decode()))
+        return end + 1
+
+    def to_tuple(self, items: list[Any], stack: list[Any], at: int) -> None:
+        stack.append(tuple(items))
+        self.made += 1
+
+    def appends(self, items: list[Any], stack: list[Any], at: int) -> None:
+        _list(stack[-1]).extend(items)
+
+    def additems(self, items: list[Any], stack: list[Any], at: int) -> None:
+        if type(stack[-1]) is not set:
+            raise PickleError(f"items of {_shown(stack[-1])} at byte {at}")
+        stack[-1].update(_keys(items, self._hashable))
+
+    def to_frozenset(self, items: list[Any], stack: list[Any], at: int) -> None:
+        stack.append(frozenset(_keys(items, self._hashable)))
+        self.made += _AS_SET
+
+
+_RARER: Mapping[int, Callable[[_Rarer, list[Any], int], int]] = {
+    0x80: _Rarer.proto,
+    0x8A: _Rarer.long1,
+    0x47: _Rarer.binfloat,
+    0x5D: _Rarer.empty_list,
+    0x8F: _Rarer.empty_set,
+    0x87: _Rarer.tuple3,
+    0x61: _Rarer.append,
+    0x73: _Rarer.setitem,
+    0x93: _Rarer.stack_global,
+    0x63: _Rarer.plain_global,
+}
+# They take the items above the last mark, the stack below it, and the offset.
+_CLOSING: Mapping[int, Callable[[_Rarer, list[Any], list[Any], int], None]] = {
+    0x74: _Rarer.to_tuple,
+    0x65: _Rarer.appends,
+    0x90: _Rarer.additems,
+    0x91: _Rarer.to_frozenset,
+}
 
 
 def _called(maker: Any, args: Any, at: int) -> Any:
@@ -320,6 +383,7 @@ def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "surrogatepass")
 
 
+_AS_SET = 4  # a set takes as much memory as four other values
 _U32, _I32, _F64 = struct.Struct("<I"), struct.Struct("<i"), struct.Struct(">d")
 # Opcode -> bytes of the count that follows, and what is made of as many bytes after it.
 _COUNTED: Mapping[int, tuple[int, Callable[[bytes], Any]]] = {
