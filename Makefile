@@ -16,7 +16,7 @@ PYTHONS ?=
 MUTANTS ?= 100
 SEED ?= 1
 
-.PHONY: demo test test-slow test-torch test-versions mutate lint bench clean
+.PHONY: demo test test-slow test-gpu test-torch test-versions mutate lint bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +47,12 @@ $(TORCH_VENV)/.installed: pyproject.toml constraints.txt tests/versions/pins.py
 
 test-torch: $(TORCH_VENV)/.installed
 	$(TORCH_VENV)/bin/python -m pytest $(PYTEST) -m 'not slow' $(TESTS)
+
+# On a machine with an accelerator; torch's build for it is what the package index gives.
+test-gpu: $(STAMP)
+	$(BIN)/python -c "import torch; assert torch.accelerator.is_available(), 'no accelerator'"
+	$(BIN)/python -m pytest -q tests/gpu
+	$(BIN)/python -m benchmarks.gpu
 
 test-versions: $(STAMP)
 	$(BIN)/python -m pytest -q tests/versions $(foreach python,$(PYTHONS),--other-python=$(python))
