@@ -169,6 +169,10 @@ class FsspecStore:
                     found.append(Commit(self._name(entry), self._modified(path)))
         return found
 
+    def folders(self) -> list[str]:
+        entries = self._ls(self._root)
+        return [self._name(entry) for entry in entries if entry["type"] == "directory"]
+
     def is_transient(self, error: BaseException) -> bool:
         return any(
             isinstance(cause, ConnectionError | TimeoutError | InterruptedError)

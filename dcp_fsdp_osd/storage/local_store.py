@@ -129,6 +129,12 @@ class LocalStore:
                     found.append(Commit(path.name, about.st_mtime_ns / 1e9))
         return found
 
+    def folders(self) -> list[str]:
+        if not self._root.is_dir():
+            return []
+        with os.scandir(self._root) as entries:
+            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+
     def is_transient(self, error: BaseException) -> bool:
         return isinstance(error, InterruptedError | TimeoutError | ConnectionError)
 

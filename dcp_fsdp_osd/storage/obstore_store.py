@@ -234,6 +234,9 @@ class ObstoreStore:
                 found.append(Commit(self._name(folder), head["last_modified"].timestamp()))
         return found
 
+    def folders(self) -> list[str]:
+        return [self._name(folder) for folder in self._list()["common_prefixes"]]
+
     def key(self, name: str) -> str:
         return f"{self._prefix}{name}"
 

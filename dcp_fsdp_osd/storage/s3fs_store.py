@@ -279,14 +279,16 @@ class S3fsStore:
             if failed:
                 raise OSError(f"{len(failed)} files were not deleted: {failed[0].get('Code')}")
 
-    def commits(self) -> list[Commit]:
-        folders = [
+    def folders(self) -> list[str]:
+        return [
             prefix["Prefix"][len(self._prefix) : -1]
             for page in self._pages()
             for prefix in page.get("CommonPrefixes", ())
         ]
+
+    def commits(self) -> list[Commit]:
         found = []
-        for folder in folders:
+        for folder in self.folders():
             try:
                 head = self._look(f"{folder}/.metadata")
             except FileNotFoundError:

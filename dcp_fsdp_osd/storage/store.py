@@ -171,6 +171,9 @@ class Store(Protocol):
     def commits(self) -> list[Commit]:
         """The ``.metadata`` files one folder below this one."""
 
+    def folders(self) -> list[str]:
+        """The names of the folders directly below this one, empty ones where there are such."""
+
     def is_transient(self, error: BaseException) -> bool:
         """Whether trying again may help."""
 

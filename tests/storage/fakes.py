@@ -109,6 +109,9 @@ class ScriptedStore:
     def commits(self) -> list[Commit]:
         return self._store.commits()
 
+    def folders(self) -> list[str]:
+        return self._store.folders()
+
     def is_transient(self, error: BaseException) -> bool:
         return self._store.is_transient(error)
 

@@ -103,7 +103,7 @@ def test_abort_leaves_nothing(place: Place) -> None:
 def test_missing_and_short(place: Place) -> None:
     store = place.store()
     assert store.sizes() == {}
-    assert store.commits() == []
+    assert store.commits() == [] and store.folders() == []
     for call in (
         lambda: store.size("none"),
         lambda: store.read("none", 10),
@@ -169,6 +169,7 @@ def test_folders_below_are_not_listed(place: Place) -> None:
     store = place.store()
     assert store.sizes() == {}
     assert [commit.folder for commit in store.commits()] == ["run"]
+    assert sorted(store.folders()) == ["empty", "run"]
     assert store.commits()[0].modified >= 0
 
 
