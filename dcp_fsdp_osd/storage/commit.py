@@ -19,7 +19,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
 from dcp_fsdp_osd.storage.metadata import MAX_METADATA_BYTES, metadata_name
 from dcp_fsdp_osd.storage.session import Session
 from dcp_fsdp_osd.storage.store import Store
-from dcp_fsdp_osd.storage.transfer import Stats
+from dcp_fsdp_osd.storage.transfer import Deadline, Stats
 from dcp_fsdp_osd.storage.turn import Turn
 from dcp_fsdp_osd.storage.workers import Workers
 
@@ -65,18 +65,25 @@ class Committer:
     what is not done by then is left to the next save there.
 
     `rank` is None, or this rank's number in a save without collectives, where each rank commits a
-    metadata file of its own.
+    metadata file of its own.  Once the `deadline` is over nothing is committed any more.
     """
 
     def __init__(
-        self, session: Session, stats: Stats, *, rank: int | None, overwrite: bool
+        self,
+        session: Session,
+        stats: Stats,
+        *,
+        rank: int | None,
+        overwrite: bool,
+        deadline: Deadline | None = None,
     ) -> None:
+        self._due = deadline or Deadline(None)
         self._session = session
         self._stats = stats
         self._rank = rank
         self._name = metadata_name(rank)
         self._overwrite = overwrite
-        self._deadline: float | None = None  # of cleaning up, once it has begun
+        self._clean_until: float | None = None  # once cleaning up has begun
         self._turn = Turn(self.call, session.url, rank=rank, stall=session.config.stall_seconds)
         self._begun: _Found | None = None
         self._own = "__" if rank is None else f"__{rank}_"
@@ -87,6 +94,7 @@ class Committer:
 
     def call(self, call: Callable[[Store], T], what: str) -> T:
         """`call(store)` with the session's retries."""
+        self._check_due(what)
         try:
             return self._session.call(
                 lambda: call(self._session.store), what, self._stats, self._late
@@ -96,14 +104,19 @@ class Committer:
                 f"{self._session.url}: {what}: the folder or bucket does not exist"
             ) from error
 
+    def _check_due(self, what: str) -> None:
+        if self._clean_until is None:
+            self._due.check(f"{self._session.url}: {what}")
+
     def quietly(self, what: str, *calls: Callable[[], Any]) -> None:
         """Clean up, all `calls` at once, without hiding the error that made it necessary."""
         if not calls:
             return
         left = self._time_left()
-        threads = ThreadPoolExecutor(len(calls), thread_name_prefix="dcp_fsdp_osd_clean")
+        # Executors of concurrent.futures take no calls any more when the interpreter ends.
+        threads = Workers(len(calls), "dcp_fsdp_osd_clean")
         done, late = wait([threads.submit(call) for call in calls], timeout=left)
-        threads.shutdown(wait=False, cancel_futures=True)
+        threads.end(0)
         for error in filter(None, [future.exception() for future in done]):
             if not isinstance(error, Exception):
                 raise error
@@ -114,12 +127,12 @@ class Committer:
     def _time_left(self) -> float:
         """Seconds that cleaning up may still take; it begins here, if it has not."""
         now = time.monotonic()
-        if self._deadline is None:
-            self._deadline = now + self._session.config.stall_seconds
-        return max(self._deadline - now, 0.0)
+        if self._clean_until is None:
+            self._clean_until = now + self._session.config.stall_seconds
+        return max(self._clean_until - now, 0.0)
 
     def _late(self) -> bool:
-        return self._deadline is not None and time.monotonic() > self._deadline
+        return self._clean_until is not None and time.monotonic() > self._clean_until
 
     def check_free(self) -> None:
         """Raise if a checkpoint is there that must not or cannot be overwritten."""
@@ -164,8 +177,8 @@ class Committer:
 
         Raises:
             CorruptCheckpointError: a file is not as it was written; nothing is committed.
-            StorageError: a checkpoint exists, another save was committed since this one began, or
-                the commit failed.
+            StorageError: a checkpoint exists, another save was committed since this one began, the
+                deadline is over, or the commit failed.
         """
         uploads = self._abandoned_uploads(files)
         try:
@@ -281,6 +294,7 @@ class Committer:
 
         def put(store: Store) -> None:
             if next(tries):
+                self._check_due(f"commit {name}")
                 self._turn.check(store)
             store.put(name, data, exclusive=not self._overwrite)
 

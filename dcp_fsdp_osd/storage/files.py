@@ -16,7 +16,7 @@ from dcp_fsdp_osd.storage.pack import Chunk, FilePlan, item_bytes, pack
 from dcp_fsdp_osd.storage.progress import Progress
 from dcp_fsdp_osd.storage.session import Session
 from dcp_fsdp_osd.storage.store import Upload
-from dcp_fsdp_osd.storage.transfer import Budget, InOrder, Pool, Stats
+from dcp_fsdp_osd.storage.transfer import Budget, Deadline, InOrder, Pool, Stats
 
 __all__ = ["FileWriter"]
 
@@ -35,6 +35,7 @@ class FileWriter:
         max_inflight_bytes: of chunks that are packed and not yet written.
         stall_seconds: without a chunk written, after which it raises.
         progress: whether to show it.
+        deadline: after which it raises.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class FileWriter:
         max_inflight_bytes: int,
         stall_seconds: float,
         progress: bool,
+        deadline: Deadline,
     ) -> None:
+        self._deadline = deadline
         self._session, self._planner, self._stats = session, planner, stats
         self._create, self._uploads = create, uploads
         self._checksum, self._part_size, self._progress = checksum, part_size, progress
@@ -63,7 +66,8 @@ class FileWriter:
         """Write all items of ``plans``; their files are complete on return.
 
         Raises:
-            StorageError: a request failed for good, or nothing was written for too long.
+            StorageError: a request failed for good, nothing was written for too long, or the
+                deadline is over.
         """
         url, stats = self._session.url, self._stats
         stats.add(needed=sum(item_bytes(item) for file in plans for item in file.items))
@@ -72,7 +76,7 @@ class FileWriter:
             threads = self._session.config.concurrency
             what = f"{url}: write"
             self._pool = stack.enter_context(
-                Pool(threads, stall=self._stall, what=what, stats=stats)
+                Pool(threads, stall=self._stall, what=what, stats=stats, deadline=self._deadline)
             )
             self._bar = stack.enter_context(
                 Progress(f"save {url}", total, rank=self._session.rank, enabled=self._progress)
@@ -90,6 +94,7 @@ class FileWriter:
         parallel = -(-threads // max(len(plans), 1))
         sizes: dict[str, int] = {}
         for name, gate, chunk in _in_turn(files):
+            self._deadline.check(f"{self._session.url}: write")
             if name not in self._uploads:
                 self._uploads[name] = self._create(name, parallel)
             sizes[name] = chunk.offset + chunk.size

@@ -23,7 +23,7 @@ from dcp_fsdp_osd.storage.redact import cleaned, redact
 from dcp_fsdp_osd.storage.store import NoRetryError, Store
 from dcp_fsdp_osd.storage.workers import Workers
 
-__all__ = ["Budget", "InOrder", "Pool", "RetryPolicy", "Stats", "retrying"]
+__all__ = ["Budget", "Deadline", "InOrder", "Pool", "RetryPolicy", "Stats", "retrying"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -136,6 +136,25 @@ def retrying(
     )
 
 
+class Deadline:
+    """A moment `seconds` from now, by which a save is to be committed; never for None."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._at = None if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float | None:
+        """Seconds until then, 0 once it is over; None for ever."""
+        return None if self._at is None else max(self._at - time.monotonic(), 0.0)
+
+    def check(self, what: str) -> None:
+        """Raise StorageError once it is over; `what` begins the message."""
+        if self.left() == 0:
+            raise StorageError(
+                f"{what}: the deadline is over and the save is not committed: it is given up, and "
+                "what it wrote is removed"
+            )
+
+
 class Budget:
     """Bytes that may be held at one time.  Thread-safe; nothing here waits.
 
@@ -169,11 +188,21 @@ class Pool:
     :meth:`poll` and :meth:`drain` raise it.  Leaving the block waits for running tasks, unless they
     have stalled: when for `stall` seconds no task ends and none is retried, ``StorageError`` is
     raised and threads that hang in a system call are left behind.  They may wake up at any time:
-    what they were given must be memory that nobody else uses, or be taken from them.
+    what they were given must be memory that nobody else uses, or be taken from them.  So it is when
+    a `deadline` passes while a task is waited for.
     """
 
-    def __init__(self, threads: int, *, stall: float, what: str, stats: Stats) -> None:
+    def __init__(
+        self,
+        threads: int,
+        *,
+        stall: float,
+        what: str,
+        stats: Stats,
+        deadline: Deadline | None = None,
+    ) -> None:
         self._stall = stall
+        self._deadline = deadline or Deadline(None)
         self._what = what
         self._stats = stats
         self._pending: set[Future[Any]] = set()
@@ -224,11 +253,19 @@ class Pool:
         stall = self._stall * self._patience
         while not done:
             retries = self._stats.retries
+            left = self._deadline.left()
+            seconds = stall if left is None else min(stall, left)
             done, self._pending = wait(
-                self._pending, stall if block else 0, return_when=FIRST_COMPLETED
+                self._pending, seconds if block else 0, return_when=FIRST_COMPLETED
             )
             if not block:
                 break
+            if not done and self._deadline.left() == 0:
+                self._abandoned = True
+                self._stop.set()
+                self._deadline.check(self._what)
+            if seconds < stall:
+                continue
             # While the storage answers with errors, the retry policy is what limits the wait.
             if not done and self._stats.retries == retries:
                 self._abandoned = True

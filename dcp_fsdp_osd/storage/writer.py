@@ -24,7 +24,7 @@ from dcp_fsdp_osd.storage.metadata import dump_metadata, fill_metadata
 from dcp_fsdp_osd.storage.pack import item_bytes, plan_files
 from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors
 from dcp_fsdp_osd.storage.store import Backend, Limits, Upload
-from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats
+from dcp_fsdp_osd.storage.transfer import Deadline, RetryPolicy, Stats
 
 __all__ = ["StreamingWriter"]
 
@@ -91,6 +91,9 @@ class StreamingWriter(HasRole, StorageWriter):
             more is found out within six times as long and the seconds of `retry`.  Cleaning up
             after a failure takes at most as long again.
         retry: how transient errors are retried.
+        deadline: seconds from now (that is, from the making of this writer) within which the
+            checkpoint is committed, or the save fails on every rank and removes what it wrote; the
+            request that commits is not begun later.
 
     Attributes:
         stats: what the last save of this rank did.
@@ -119,6 +122,7 @@ class StreamingWriter(HasRole, StorageWriter):
         fsync: bool = True,
         stall_seconds: float = 60.0,
         retry: RetryPolicy | None = None,
+        deadline: float | None = None,
     ) -> None:
         super().__init__()
         check_path(path_or_url)
@@ -127,6 +131,7 @@ class StreamingWriter(HasRole, StorageWriter):
             max_inflight_bytes=max_inflight_bytes,
             concurrency=concurrency,
             stall_seconds=stall_seconds,
+            deadline=deadline,
         )
         self._session = make_session(
             path_or_url,
@@ -144,6 +149,7 @@ class StreamingWriter(HasRole, StorageWriter):
         self._checksum = checksum
         self._progress = progress
         self._stall = stall_seconds
+        self._deadline = Deadline(deadline)
         self._ticket = _Ticket(_unique())
         self._metadata_rank: int | None = None
         self._is_coordinator = False
@@ -181,7 +187,11 @@ class StreamingWriter(HasRole, StorageWriter):
     def _begin(self) -> None:
         self.stats = Stats()
         self._committer = Committer(
-            self._session, self.stats, rank=self._metadata_rank, overwrite=self._overwrite
+            self._session,
+            self.stats,
+            rank=self._metadata_rank,
+            overwrite=self._overwrite,
+            deadline=self._deadline,
         )
 
     def storage_meta(self) -> StorageMeta | None:
@@ -302,6 +312,7 @@ class StreamingWriter(HasRole, StorageWriter):
                 max_inflight_bytes=self._max_inflight,
                 stall_seconds=self._stall,
                 progress=self._progress,
+                deadline=self._deadline,
             ).write(plans)
             if ticket.ranks > 1:
                 committer.raise_if_aborted(ticket.save_id)

@@ -23,7 +23,7 @@ from dcp_fsdp_osd.storage.local_store import LocalStore
 from dcp_fsdp_osd.storage.progress import Progress
 from dcp_fsdp_osd.storage.session import make_session
 from dcp_fsdp_osd.storage.store import StoreConfig
-from dcp_fsdp_osd.storage.transfer import Budget, Pool, RetryPolicy, Stats
+from dcp_fsdp_osd.storage.transfer import Budget, Deadline, Pool, RetryPolicy, Stats
 from tests.storage.conftest import Place
 from tests.storage.fakes import Script, fail_first, hang
 from tests.storage.states import BoxPlanner, assert_same, load
@@ -522,3 +522,53 @@ def test_a_failure_to_open_is_a_storage_error(tmp_path: Path) -> None:
     session = make_session("nosuchscheme://x")
     with pytest.raises(StorageError, match="fsspec cannot open"):
         _ = session.store
+
+
+def test_a_deadline_ends_the_wait_for_a_task() -> None:
+    begin = time.monotonic()
+    hangs = threading.Event()
+    with (
+        pytest.raises(StorageError, match="x: the deadline is over"),
+        Pool(1, stall=60, what="x", stats=Stats(), deadline=Deadline(0.2)) as pool,
+    ):
+        pool.submit(lambda: hangs.wait(20))
+        pool.drain()
+    assert 0.15 < time.monotonic() - begin < 5
+    hangs.set()
+    with Pool(1, stall=0.2, what="x", stats=Stats(), deadline=Deadline(60)) as pool:
+        pool.submit(lambda: 5)
+        assert pool.drain() == [5]
+        pool.submit(lambda: hangs.wait(0.1))
+        pool.drain()
+    with (
+        pytest.raises(StorageError, match="nothing was transferred for 0 s"),
+        Pool(1, stall=0.2, what="x", stats=Stats(), deadline=Deadline(60)) as pool,
+    ):
+        pool.submit(lambda: time.sleep(1))
+        pool.drain()
+
+
+def test_deadlines() -> None:
+    assert Deadline(None).left() is None
+    Deadline(None).check("x")
+    Deadline(60).check("x")
+    left = Deadline(60).left()
+    assert left is not None and 50 < left <= 60
+    assert Deadline(0).left() == 0
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "complete", "put"])
+def test_a_save_that_is_late_is_given_up(tmp_path: Path, operation: str) -> None:
+    def before(name: str, _: str) -> None:
+        if name == operation:
+            time.sleep(0.5)
+
+    begin = time.monotonic()
+    with pytest.raises(CheckpointException, match="the deadline is over"):
+        save(tmp_path / "c", Script(before=before), deadline=0.3)
+    assert time.monotonic() - begin < 10
+    deadline = time.monotonic() + 5
+    while list((tmp_path / "c").iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)  # what hung has ended
+    assert not list((tmp_path / "c").iterdir())
+    save(tmp_path / "c", Script(), deadline=60)
