@@ -2,9 +2,10 @@
 
 See :class:`FlatOptimSavePlanner` and :class:`FlatOptimLoadPlanner`.
 
-The rooms, each importing from those below it only (``tests/test_house.py``): ``verify``, ``save``,
-``load``, ``stateful``, ``lowbit``, ``exchange``, ``storage``, ``checkpoint`` (the written format),
-``fsdp``, ``misuse``, ``layout``, and what all share. Each says in its docstring what belongs to it.
+The rooms, each importing from those below it only (``tests/test_house.py``): ``manager``,
+``verify``, ``save``, ``load``, ``stateful``, ``lowbit``, ``exchange``, ``storage``, ``checkpoint``
+(the written format), ``fsdp``, ``misuse``, ``layout``, and what all share. Each says in its
+docstring what belongs to it.
 """
 
 from dcp_fsdp_osd.errors import (
@@ -21,6 +22,7 @@ from dcp_fsdp_osd.exchange.decide import Broadcast
 from dcp_fsdp_osd.layout import FlatLayout
 from dcp_fsdp_osd.load.planner import FlatOptimLoadPlanner
 from dcp_fsdp_osd.load.protocol import Form
+from dcp_fsdp_osd.manager.manager import CheckpointManager
 from dcp_fsdp_osd.save.planner import FlatOptimSavePlanner
 from dcp_fsdp_osd.staging import FlatStager
 from dcp_fsdp_osd.stateful.model import FlatModelState
@@ -39,6 +41,7 @@ from dcp_fsdp_osd.verify import (
 __all__ = [
     "Backend",
     "Broadcast",
+    "CheckpointManager",
     "CheckpointMismatchError",
     "CorruptCheckpointError",
     "Difference",

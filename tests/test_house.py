@@ -14,6 +14,7 @@ import dcp_fsdp_osd
 ROOT = Path(dcp_fsdp_osd.__file__).parent
 FLOORS = (
     ("dcp_fsdp_osd",),
+    ("manager",),
     ("verify",),
     ("save",),
     ("load",),

@@ -17,7 +17,7 @@ from dcp_fsdp_osd.storage.session import Session, make_session
 from dcp_fsdp_osd.storage.store import Backend, Commit
 from dcp_fsdp_osd.storage.transfer import Stats
 
-__all__ = ["latest", "natural"]
+__all__ = ["commits", "latest", "natural"]
 
 
 def latest(
@@ -47,7 +47,7 @@ def latest(
     def newest() -> str | None:
         session = make_session(path_or_url, backend=backend, storage_options=storage_options)
         try:
-            found = _commits(session)
+            found = commits(session)
         finally:
             session.close()
         if not found:
@@ -58,7 +58,12 @@ def latest(
     return None if folder is None else join(resolve(path_or_url), folder)
 
 
-def _commits(session: Session) -> list[Commit]:
+def commits(session: Session) -> list[Commit]:
+    """The committed checkpoints one folder below, by names that a path or URL may have.
+
+    Raises:
+        StorageError: as :func:`latest`.
+    """
     if session.is_local and not (path := Path(local_path(session.config.url))).is_dir():
         if path.exists():
             raise StorageError(f"{session.url} is a file; expected a folder of checkpoints")

@@ -1,0 +1,162 @@
+"""The folders ``step-<n>`` below a path or URL: which there are, which may go, and how they go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dcp_fsdp_osd.storage.latest import commits
+from dcp_fsdp_osd.storage.location import join, local_path, resolve
+from dcp_fsdp_osd.storage.metadata import metadata_name
+from dcp_fsdp_osd.storage.reader import StreamingReader
+from dcp_fsdp_osd.storage.session import Session, make_session
+from dcp_fsdp_osd.storage.transfer import Stats
+from dcp_fsdp_osd.storage.writer import StreamingWriter
+
+__all__ = ["Retention", "Steps"]
+
+_FOLDER = re.compile(r"step-(0|[1-9]\d*)")
+_DEBRIS = re.compile(r"__.*\.(distcp|aborted|committing)|\.metadata\.[0-9a-f]+\.tmp")
+_METADATA = re.compile(r"(__\d+)?\.metadata")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept: the `last` newest ones (None: all), and those of steps that
+    `every` divides.
+    """
+
+    last: int | None
+    every: int | None = None
+
+    def obsolete(
+        self, committed: Iterable[int], newest: int, damaged: Collection[int] = ()
+    ) -> list[int]:
+        """Those of `committed` that may go, oldest first, now that `newest` is there.
+
+        Damaged ones stand for none that is kept.  What is newer than `newest` is of another run,
+        or of an abandoned one, and stays.
+        """
+        older = sorted(step for step in committed if step < newest)
+        if self.last is None:
+            return []
+        good = [step for step in older if step not in damaged]
+        kept = set(good[max(len(good) - self.last + 1, 0) :])
+        kept.update(step for step in good if self.every and step % self.every == 0)
+        return [step for step in older if step not in kept]
+
+
+class Steps:
+    """The checkpoints of one place.  No collectives; every call asks the storage.
+
+    Args:
+        session_options: of ``make_session``.
+        writer_options, reader_options: of ``StreamingWriter`` and ``StreamingReader`` beside those.
+
+    Attributes:
+        damaged: steps whose checkpoint could not be loaded.
+    """
+
+    def __init__(
+        self,
+        path_or_url: str | os.PathLike[str],
+        session_options: Mapping[str, Any],
+        writer_options: Mapping[str, Any] | None = None,
+        reader_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._options = dict(session_options)
+        self.writer_options = {**self._options, **(writer_options or {})}
+        self.reader_options = {**self._options, **(reader_options or {})}
+        self.url = resolve(path_or_url)
+        self._session = make_session(self.url, **self._options)
+        self.damaged: set[int] = set()
+        # What they do not take is said now, and not at the first save.
+        StreamingWriter(self.at(0), **self.writer_options)
+        StreamingReader(self.at(0), **self.reader_options)
+
+    @property
+    def shown(self) -> str:
+        """The path or URL without secrets."""
+        return self._session.url
+
+    @property
+    def is_local(self) -> bool:
+        return self._session.is_local
+
+    def at(self, step: int) -> str:
+        """The path or URL of a step's checkpoint."""
+        return join(self.url, f"step-{step}")
+
+    def session(self, step: int) -> Session:
+        """A session in a step's folder; the caller's to close."""
+        return make_session(self.at(step), **self._options)
+
+    def committed(self) -> list[int]:
+        """Steps of which there is a checkpoint, ascending; none where the folder is yet to be made.
+
+        Raises:
+            StorageError: the bucket does not exist, the path is a file, or the storage fails.
+        """
+        if self.is_local and not Path(local_path(self.url)).exists():
+            return []
+        try:
+            return _numbers(commit.folder for commit in commits(self._session))
+        finally:
+            self._session.close()
+
+    def clean(self, retention: Retention, newest: int) -> None:
+        """Remove what is not to be kept, and debris of saves that were killed.
+
+        Debris are folders of steps before `newest` without a checkpoint.
+        """
+        committed = self.committed()
+        for step in retention.obsolete(committed, newest, self.damaged):
+            self._remove(step)
+            self.damaged.discard(step)
+        for step in _numbers(self._folders()):
+            if step < newest and step not in committed:
+                self.remove_debris(step)
+
+    def _folders(self) -> list[str]:
+        try:
+            return self._session.call(self._session.store.folders, "list", Stats())
+        finally:
+            self._session.close()
+
+    def _remove(self, step: int) -> None:
+        """The metadata first: whatever ends this, no checkpoint of which a part is gone is left."""
+        with contextlib.closing(self.session(step)) as session:
+            stats = Stats()
+            session.call(lambda: session.store.delete([metadata_name()]), "delete", stats)
+            names = list(session.call(session.store.sizes, "list", stats))
+            session.call(lambda: session.store.delete(names), "delete", stats)
+            self._remove_if_empty(step)
+
+    def remove_debris(self, step: int) -> None:
+        """What failed saves left in a step's folder, if there is no checkpoint in it."""
+        with contextlib.closing(self.session(step)) as session:
+            stats = Stats()
+            found = session.call(session.store.sizes, "list", stats)
+            if any(map(_METADATA.fullmatch, found)):
+                return  # a checkpoint, of single ranks or of just now
+            names = [name for name in found if _DEBRIS.fullmatch(name)]
+            session.call(lambda: session.store.delete(names), "delete", stats)
+            with contextlib.suppress(Exception):  # not everybody may list uploads
+                for name, upload in session.store.uploads():
+                    session.store.abort_upload(name, upload)
+            self._remove_if_empty(step)
+
+    def _remove_if_empty(self, step: int) -> None:
+        """Object storage has no empty folders."""
+        if self.is_local:
+            with contextlib.suppress(OSError):
+                Path(local_path(self.at(step))).rmdir()
+
+
+def _numbers(folders: Iterable[str]) -> list[int]:
+    return sorted(int(found[1]) for found in map(_FOLDER.fullmatch, folders) if found)
