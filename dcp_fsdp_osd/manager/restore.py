@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
@@ -28,6 +29,7 @@ __all__ = ["ERRORS", "first_line", "load_first_good"]
 
 ERRORS = (Exception, CheckpointException)
 """What DCP and we raise: a CheckpointException is no Exception."""
+logger = logging.getLogger(__name__)
 _NO_DAMAGE = (CheckpointMismatchError, LayoutError, UnsafeCheckpointError)
 
 
@@ -86,6 +88,8 @@ def load_first_good(
         failure = _load(state, place, step, group)
         verdict = _Verdict(group.maximum(_judge(failure))[0])
         if verdict is _Verdict.GOOD:
+            if group.rank == 0:
+                _tidy(place, step)
             return step
         last = number == len(candidates)
         if verdict is _Verdict.DAMAGED:
@@ -109,6 +113,13 @@ def load_first_good(
         f"{candidates[0][1].shown}: each of the {len(told)} checkpoints is damaged. The state may "
         f"hold parts of several: do not use it.\n  {listed(told)}"
     ) from failure
+
+
+def _tidy(place: Steps, step: int) -> None:
+    try:
+        place.tidy(step)
+    except Exception as error:
+        logger.warning("%s: step %d: could not be tidied up: %s", place.shown, step, error)
 
 
 def _load(state: dict[str, Any], place: Steps, step: int, group: Group) -> BaseException | None:

@@ -151,6 +151,21 @@ class Steps:
                     session.store.abort_upload(name, upload)
             self._remove_if_empty(step)
 
+    def tidy(self, step: int) -> None:
+        """Remove what a save that was killed in its commit left beside its checkpoint.
+
+        Its note goes last of all, so that nothing is left where there is none.
+        """
+        with contextlib.closing(self.session(step)) as session:
+            stats = Stats()
+            found = session.call(session.store.sizes, "list", stats)
+            if not any(name.endswith(".committing") for name in found):
+                return
+            metadata = StreamingReader(self.at(step), **self.reader_options).read_metadata()
+            live = {getattr(each, "relative_path", None) for each in metadata.storage_data.values()}
+            names = [name for name in found if _DEBRIS.fullmatch(name) and name not in live]
+            session.call(lambda: session.store.delete(names), "delete", stats)
+
     def _remove_if_empty(self, step: int) -> None:
         """Object storage has no empty folders."""
         if self.is_local:
