@@ -1,1 +1,2 @@
-"""Examples: ``python -m examples.train_resume``, ``torchrun ... examples/minimal.py``."""
+"""Examples: ``python -m examples.train_resume``, ``python -m examples.preempted``,
+``torchrun ... examples/minimal.py``."""

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from examples import preempted
 from examples.tiny_lm import Config, Text
 from examples.train_resume import RUNS, TOLERANCE, Run, judge
 from tests.torch_gaps import AVERAGES_ON_CPU, lacks
@@ -112,6 +113,35 @@ def test_minimal_under_torchrun() -> None:
     # FSDP1 on gloo now and then aborts while the process exits, after its last line (torch 2.13;
     # a script with nothing of ours does too).
     assert done.returncode == 0 or _ABORT_AT_EXIT in done.stdout, done.stdout
+
+
+def test_preempted_quick() -> None:
+    done = _run(sys.executable, "-m", "examples.preempted", "--quick", limit=240)
+    assert done.returncode == 0, done.stdout
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines[:3]] == ["4 workers", *["3 workers"] * 2]
+    assert "steps 1 to 13" in lines[0] and "steps 22 to 30" in lines[2]
+    assert lines[3] == "Left: step-25, step-30"
+
+
+@pytest.mark.parametrize(
+    ("killed", "later", "good"),
+    [
+        ({1: 3.0, 2: 2.5}, [{2: 2.5, 3: 2.0}, {4: 1.5}], True),
+        ({1: 3.0, 2: 2.5}, [{2: 2.5 * (1 + TOLERANCE / 2), 3: 2.0}, {4: 1.5}], True),
+        ({1: 3.0, 2: 2.5}, [{2: 2.5, 3: 2.0 * (1 + 2 * TOLERANCE)}, {4: 1.5}], False),
+        ({1: 3.0, 2: 2.5}, [{2: 2.5, 3: float("nan")}, {4: 1.5}], False),
+        ({1: 3.0, 2: 2.5 + 1e-12}, [{2: 2.5, 3: 2.0}, {4: 1.5}], False),
+        ({1: 3.0, 2: 2.5}, [{2: 2.5}, {4: 1.5}], False),
+        ({1: 3.0, 2: 2.5}, [{1: 3.0, 2: 2.5, 3: 2.0}, {4: 1.5}], False),  # nothing was restored
+        ({1: 3.0}, [{3: 2.0}, {4: 1.5}], False),
+        ({1: 3.0, 2: 2.5}, [{}, {}], False),
+    ],
+)
+def test_the_judge_of_preempted(
+    killed: dict[int, float], later: list[dict[int, float]], good: bool
+) -> None:
+    assert preempted.judge([3.0, 2.5, 2.0, 1.5], killed, later)[0] is good
 
 
 def _ranks(losses: list[float], digest: int = 1) -> list[dict[str, Any]]:
