@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -127,9 +128,10 @@ def judge(
     first = min(got, default=0)
     if not 1 < first <= max(killed) + 1 or sorted(got) != list(range(first, len(want) + 1)):
         return False, f"steps {sorted(got)} after the crash, expected some to {len(want)}"
+    if not all(map(math.isfinite, got.values())):
+        return False, "losses that are no numbers"
     worst = max(abs(loss - want[step]) / abs(want[step]) for step, loss in got.items())
-    words = f"losses differ by {worst:.1e} (limit {TOLERANCE:.0e})"
-    return worst <= TOLERANCE, words  # which NaN is not
+    return worst <= TOLERANCE, f"losses differ by {worst:.1e} (limit {TOLERANCE:.0e})"
 
 
 def main(argv: list[str] | None = None) -> int:
