@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
 from dcp_fsdp_osd.manager.group import Group
@@ -78,7 +78,7 @@ def _copy(
     try:
         if group.rank == 0:
             committer.check_free()
-        committer.remove(own)  # of a copy that was killed
+        _remove_earlier(target, committer, own)
         _copy_files(source, target, own)
     except Exception as error:
         problem = target.portable(error)
@@ -95,6 +95,15 @@ def _copy(
         committer.publish(data, files)
 
     group.from_first(f"commit the copy at {target.url}", commit)
+
+
+def _remove_earlier(target: Session, committer: Committer, names: Collection[str]) -> None:
+    """Files of a copy that was killed have the names of this one's, and so have its uploads."""
+    committer.remove(names)
+    with contextlib.suppress(Exception):  # not everybody may list uploads
+        for name, upload in target.store.uploads():
+            if name in names:
+                target.store.abort_upload(name, upload)
 
 
 def _copy_files(source: Session, target: Session, files: Mapping[str, int]) -> None:

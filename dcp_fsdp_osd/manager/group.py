@@ -86,6 +86,18 @@ class Group:
             )
         return bool(flagged)
 
+    def check_same(self, what: str, text: str) -> None:
+        """Raise ValueError on every rank where `text` is not the same on all.  Collective."""
+        told = [text] * self.size
+        if not self.alone:
+            self._talk(lambda pg: dist.all_gather_object(told, text, group=pg))
+        lines = [f"rank {rank}: {each}" for rank, each in enumerate(told) if each != told[0]]
+        if lines:
+            raise ValueError(
+                f"expected every rank to make the same {what}, found on rank 0: {told[0]}\n  and "
+                f"{listed(lines)}"
+            )
+
     def from_first(self, what: str, make: Callable[[], T]) -> T:
         """What `make` returns on the first rank; its error is everyone's.  Collective."""
         told: list[Any] = [None]

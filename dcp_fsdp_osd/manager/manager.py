@@ -122,6 +122,10 @@ class CheckpointManager:
         self._preemption = Preemption(preempt_signals)
         self._preemption.check()
         self._group = Group(process_group)
+        self._last: int | None = None  # step that was saved last
+        self._preempted = self._saved_since = self._closed = False
+        names = ", ".join(each.name for each in self._preemption.signals)
+        self._group.check_same("CheckpointManager", f"{self!r}, preempt_signals=({names})")
         self._saver = Saver(
             self._near,
             None if local is None else self._steps,
@@ -130,9 +134,6 @@ class CheckpointManager:
             group=Group(process_group),
             copying_group=None if local is None else Group(process_group),
         )
-        self._last: int | None = None  # step that was saved last
-        self._preempted = self._saved_since = False
-        self._closed = False
         self._preemption.install()
 
     def __repr__(self) -> str:

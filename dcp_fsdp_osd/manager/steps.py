@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dcp_fsdp_osd.storage.latest import commits
-from dcp_fsdp_osd.storage.location import join, local_path, resolve
+from dcp_fsdp_osd.storage.location import is_local, join, local_path, resolve
 from dcp_fsdp_osd.storage.metadata import metadata_name
 from dcp_fsdp_osd.storage.reader import StreamingReader
+from dcp_fsdp_osd.storage.redact import display_url
 from dcp_fsdp_osd.storage.session import Session, make_session
 from dcp_fsdp_osd.storage.transfer import Stats
 from dcp_fsdp_osd.storage.writer import StreamingWriter
@@ -73,7 +74,6 @@ class Steps:
         self.writer_options = {**self._options, **(writer_options or {})}
         self.reader_options = {**self._options, **(reader_options or {})}
         self.url = resolve(path_or_url)
-        self._session = make_session(self.url, **self._options)
         self.damaged: set[int] = set()
         # What they do not take is said now, and not at the first save.
         StreamingWriter(self.at(0), **self.writer_options)
@@ -82,11 +82,11 @@ class Steps:
     @property
     def shown(self) -> str:
         """The path or URL without secrets."""
-        return self._session.url
+        return display_url(self.url)
 
     @property
     def is_local(self) -> bool:
-        return self._session.is_local
+        return is_local(self.url)
 
     def at(self, step: int) -> str:
         """The path or URL of a step's checkpoint."""
@@ -104,10 +104,8 @@ class Steps:
         """
         if self.is_local and not Path(local_path(self.url)).exists():
             return []
-        try:
-            return _numbers(commit.folder for commit in commits(self._session))
-        finally:
-            self._session.close()
+        with self._all() as session:
+            return _numbers(commit.folder for commit in commits(session))
 
     def clean(self, retention: Retention, newest: int) -> None:
         """Remove what is not to be kept, and debris of saves that were killed.
@@ -118,15 +116,15 @@ class Steps:
         for step in retention.obsolete(committed, newest, self.damaged):
             self._remove(step)
             self.damaged.discard(step)
-        for step in _numbers(self._folders()):
+        with self._all() as session:
+            begun = _numbers(session.call(session.store.folders, "list", Stats()))
+        for step in begun:
             if step < newest and step not in committed:
                 self.remove_debris(step)
 
-    def _folders(self) -> list[str]:
-        try:
-            return self._session.call(self._session.store.folders, "list", Stats())
-        finally:
-            self._session.close()
+    def _all(self) -> contextlib.closing[Session]:
+        """Its own for each call: they come from several threads."""
+        return contextlib.closing(make_session(self.url, **self._options))
 
     def _remove(self, step: int) -> None:
         """The metadata first: whatever ends this, no checkpoint of which a part is gone is left."""

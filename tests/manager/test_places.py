@@ -188,17 +188,30 @@ def test_a_copy_that_fails_is_told_and_made_later(tmp_path: Path) -> None:
 
 
 def _to_bucket(rank: int, world: int, near: str, far: str, options: dict[str, Any]) -> None:
-    with manager(far, local=near, storage_options=options) as saving:
+    with manager(far, local=near, local_keep=2, storage_options=options) as saving:
         run = Run().train()
-        saving.save(1, run.state())
+        saving.save(1, run.state(), wait=True).result()
         saving.wait()
+        if rank == 0:  # another copy of it is killed on its way
+            above = make_session(f"{far}/step-1", storage_options=options)
+            for name in Path(f"{near}/step-1").glob("*.distcp"):
+                above.store.create(name.name, 5 << 20, 1).write(0, [memoryview(bytes(5 << 20))])
+            assert len(above.store.uploads()) >= 2
+            above.store.delete([".metadata"])
+        dist.barrier()
+        run.train()
+        saving.save(2, run.state())
+        saving.wait()
+        dist.barrier()
+        if rank == 0:
+            assert above.store.uploads() == [] and ".metadata" in above.store.sizes()
         expected = digest(run)
         dist.barrier()
         if rank == 0:
             shutil.rmtree(near)
         dist.barrier()
         other = Run(seed=5)
-        assert other.restored(saving) == 1 and digest(other) == expected
+        assert other.restored(saving) == 2 and digest(other) == expected
 
 
 def test_local_first_then_object_storage(s3: EmbeddedS3, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from dcp_fsdp_osd.manager.steps import Retention
 from tests.manager.jobs import Run, damage, digest, manager
 from tests.ranks import run_ranks
 from tests.storage.fakes import Script
+from tests.torch_gaps import needs_groups_without_rank_0
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP warns that there is no process group
 
@@ -383,3 +384,63 @@ def test_repr_and_storage_error_without_bucket(tmp_path: Path) -> None:
         (tmp_path / "file").write_text("x")
         with pytest.raises(StorageError, match="is a file"):
             alone.steps()
+
+
+def _differ(rank: int, world: int, path: str) -> list[str]:
+    told = [
+        _raised(lambda: manager(f"{path}/{rank}")),
+        _raised(lambda: manager(path, save_every=5 + rank)),
+        _raised(lambda: CheckpointManager(path, preempt_signals=[10] if rank else ())),
+    ]
+    with manager(path) as saving:
+        saving.save(1, {"x": 1}, wait=True)
+    return told
+
+
+def test_ranks_that_make_different_managers(tmp_path: Path) -> None:
+    for told in run_ranks(_differ, 2, str(tmp_path)):
+        for text in told:
+            assert text.startswith("ValueError: expected every rank to make the same"), text
+        assert f"{tmp_path}/0" in told[0] and f"rank 1: CheckpointManager('{tmp_path}/1'" in told[0]
+        assert "save_every=6" in told[1] and "SIGUSR1" in told[2]
+
+
+def _parts(rank: int, world: int, path: str) -> list[Any]:
+    """Ranks 0 and 2 of three have managers, one after the other; rank 1 knows nothing of them."""
+    group = dist.new_group([0, 2])
+    told: list[Any] = []
+    if rank == 1:
+        told.append(_raised(lambda: manager(path, process_group=group)))
+    else:
+        for step in (1, 2):
+            with manager(path, process_group=group) as saving:
+                state = {f"x{rank}": torch.full((3,), float(rank)), "same": 5}
+                told.append(saving.restore(dict(state)))
+                told.append(saving.save(step, state).result(20))
+                told.append(repr(saving).count("ranks=2"))
+    dist.barrier()
+    return told
+
+
+@needs_groups_without_rank_0
+def test_a_part_of_the_ranks(tmp_path: Path) -> None:
+    found = run_ranks(_parts, 3, str(tmp_path))
+    expected = [None, f"{tmp_path}/step-1", 1, 1, f"{tmp_path}/step-2", 1]
+    assert found[0] == found[2] == expected
+    assert "that this rank is in" in found[1][0]
+
+
+def test_many_saves_leave_nothing_behind(tmp_path: Path) -> None:
+    def counts() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    with manager(tmp_path, keep_last=2) as alone:
+        run = Run()
+        for step in range(30):
+            alone.save(step, run.state())
+            if step == 5:
+                alone.wait()
+                after_some = counts()
+        alone.wait()
+        assert counts() <= after_some
+    assert _names(str(tmp_path)) == ["step-28", "step-29"]
