@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,6 +46,16 @@ from dcp_fsdp_osd.save.agree import check_others, share_out, tensor_data
 from dcp_fsdp_osd.save.consensus import agree
 from dcp_fsdp_osd.save.entries import SaveEntries, save_entries
 from dcp_fsdp_osd.save.model import model_entries
+from dcp_fsdp_osd.save.repeat import (
+    Again,
+    AsBefore,
+    Kept,
+    LocalData,
+    Numbered,
+    Outline,
+    Plans,
+    unknown,
+)
 from dcp_fsdp_osd.save.replicas import replica_digests, shared_digests
 from dcp_fsdp_osd.save.report import Report, Share
 from dcp_fsdp_osd.stateful.guard import guarded, without_guard
@@ -63,16 +72,6 @@ from dcp_fsdp_osd.tree import (
 )
 
 __all__ = ["FlatOptimSavePlanner"]
-
-
-@dataclass
-class _LocalData:
-    """``planner_data`` of a local plan."""
-
-    mappings: dict[str, Path]
-    reports: dict[str, Report]
-    others: dict[str, str]  # key of what is no optimizer's and no model's -> digest
-    of_models: dict[str, str]
 
 
 class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
@@ -157,6 +156,9 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         self._layouts = layouts
         self._optimizers = {}
         self._in_use = InUse()
+        self._kept: Kept | None = None
+        self._plans: Plans | None = None  # on the coordinator
+        self._planned = True
         self._reset()
 
     def _reset(self) -> None:
@@ -184,7 +186,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             "_items",
         ):
             state.pop(name, None)
-        empty = {"_reports": {}, "_share": Share(), "mappings": {}}
+        empty = {"_reports": {}, "_share": Share(), "mappings": {}, "_kept": None, "_plans": None}
         return {**state, **empty, "_params": {}, "_in_use": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -208,6 +210,9 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             raise TypeError("expected FlatOptimLoadPlanner in dcp.load, found FlatOptimSavePlanner")
         self._in_use.begin()
         self._reset()
+        if not self._planned:  # the save before failed on the way there
+            self._kept = None
+        self._planned = False
         for key, layout in self._layouts.items():
             layout.check()
             if key in self._params:
@@ -290,11 +295,16 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         self.plan = dataclasses.replace(
             plan,
             items=[*plan.items, *self._items],
-            planner_data=_LocalData(
+            planner_data=LocalData(
                 dict(self.mappings), self._reports, self._others, self._of_models
             ),
         )
-        return watched(self._in_use.hold(self.plan), "save")
+        self._outline = Outline.of(self.plan)
+        again = None if self._kept is None else self._kept.again(self._outline)
+        sent = self.plan
+        if again is not None:
+            sent = dataclasses.replace(self.plan, items=[], planner_data=again)
+        return watched(self._in_use.hold(sent), "save")
 
     # ------------------------------------------------------------ global plan
 
@@ -306,9 +316,31 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 the model, other values between any ranks, or elements of a state tensor are held
                 by no rank that takes part.
         """
-        data = [plan.planner_data for plan in all_plans]
-        if not all(isinstance(d, _LocalData) for d in data):
+        known, self._plans = self._plans, None
+        if not all(isinstance(plan.planner_data, LocalData | Again) for plan in all_plans):
             raise LayoutError("expected FlatOptimSavePlanner on every rank, found another planner")
+        recalled = None if known is None else known.recall(all_plans)
+        if known is not None and recalled is not None:
+            self._plans, self.metadata = known, recalled
+            as_before = AsBefore(known.name)
+            return [
+                dataclasses.replace(plan, planner_data=as_before) for plan in all_plans
+            ], recalled
+        all_plans = [
+            plan if isinstance(plan.planner_data, LocalData) else _whole(plan, known)
+            for plan in all_plans
+        ]
+        new = Plans(all_plans)
+        global_plan, metadata, shares = self._agree(all_plans)
+        new.keep(metadata)
+        self._plans, self.metadata = new, metadata
+        return [
+            dataclasses.replace(plan, planner_data=Numbered(new.name, number, share))
+            for number, (plan, share) in enumerate(zip(global_plan, shares, strict=True))
+        ], metadata
+
+    def _agree(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata, list[Share]]:
+        data: list[LocalData] = [plan.planner_data for plan in all_plans]
         plans = [
             dataclasses.replace(plan, planner_data=d.mappings)
             for plan, d in zip(all_plans, data, strict=True)
@@ -325,19 +357,25 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         if infos:
             planner_data = {**metadata.planner_data, INFO_KEY: SavedInfo.pack(infos)}
             metadata = dataclasses.replace(metadata, planner_data=planner_data)
-        self.metadata = metadata
-        return [
-            dataclasses.replace(plan, planner_data=share)
-            for plan, share in zip(global_plan, shares, strict=True)
-        ], metadata
+        return global_plan, metadata, shares
 
     # ------------------------------------------------------------ writing
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Take this rank's share of the global plan."""
-        if isinstance(new_plan.planner_data, Share):
-            self._share = new_plan.planner_data
+        answer = new_plan.planner_data
+        if isinstance(answer, AsBefore):
+            if self._kept is None or self._kept.plans != answer.plans:
+                raise unknown()
+            self._share = self._kept.share
+            items = list(self._kept.items)
+            new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
+        elif isinstance(answer, Numbered):
+            self._share = answer.share
             new_plan = dataclasses.replace(new_plan, planner_data=None)
+            items = list(new_plan.items)
+            self._kept = Kept(answer.plans, answer.number, self._outline.key, items, answer.share)
+        self._planned = True
         held = {*self.state_dict, *self._share.renamed, *self._share.values}
         for item in new_plan.items:
             index = item.index
@@ -381,6 +419,12 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         if name in self._locals and name != index.fqn:
             return self._locals[name]
         return super().lookup_object(dataclasses.replace(index, fqn=name))
+
+
+def _whole(plan: SavePlan, known: Plans | None) -> SavePlan:
+    if known is None:
+        raise unknown()
+    return known.whole(plan)
 
 
 def _shard_item(index: MetadataIndex, view: torch.Tensor, shape: tuple[int, ...]) -> WriteItem:
