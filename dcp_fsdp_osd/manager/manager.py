@@ -65,7 +65,7 @@ class CheckpointManager:
         local: a folder on fast storage that all ranks see.  Saves go there, and are copied up to
             `url` beside training, by all ranks together; a save that comes when two others are yet
             to be copied waits for the first of them.  :meth:`restore` takes the newest of both
-            places, the local one where both have it.
+            places, the local one where both have it.  (:meth:`close` waits until all is copied.)
         local_keep: how many are kept at `local` once they are copied.
         process_group: the ranks that save and load together; by default all of the job.  With a
             part of them, each must be in as many process groups as the others.
@@ -255,13 +255,16 @@ class CheckpointManager:
         """Save `state` as the checkpoint of `step`; one that exists is replaced.  Collective.
 
         Waits for the save before and raises its error, if it had one; then `state` has not been
-        saved, and this can be called again.  The state may change as soon as this returns.
+        saved, and this can be called again.  As all ranks raise, training may also go on without:
+        ``except (CheckpointException, StorageError)``.  The state may change as soon as this
+        returns.
 
         Args:
             wait: for the commit, as with ``async_save=False``: nothing is copied, and an error is
                 raised here.
             deadline: seconds from now within which the checkpoint is committed, or the save fails
-                and leaves nothing.  Counts the wait for the save before.
+                and leaves nothing.  Counts the wait for the save before; with `local` it is about
+                the commit there.
 
         Returns:
             What is done when the checkpoint is committed, with its path or URL; or has the error,

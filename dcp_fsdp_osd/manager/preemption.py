@@ -17,7 +17,8 @@ class Preemption:
 
     A handler that was there before is not called for that one: what handles SIGTERM ends the
     process, as a rule, and that is what is to be put off.  The second of the same kind goes to it,
-    so that the job can still be ended by hand.
+    so that the job can still be ended by hand.  In a process that was forked from this one already
+    the first does: whoever ends a data loader's worker means that one alone.
 
     Attributes:
         noticed: one has come to this process.
@@ -26,6 +27,7 @@ class Preemption:
     def __init__(self, signals: Iterable[int]) -> None:
         self.signals = tuple(dict.fromkeys(signal.Signals(number) for number in signals))
         self.noticed = False
+        self._pid = 0
         self._seen: set[int] = set()
         self._previous: dict[int, Any] = {}
 
@@ -39,6 +41,7 @@ class Preemption:
             )
 
     def install(self) -> None:
+        self._pid = os.getpid()
         for number in self.signals:
             self._previous[number] = signal.signal(number, self._note)
 
@@ -56,7 +59,7 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number in self._seen:
+        if number in self._seen or os.getpid() != self._pid:
             self._restore(number)
             os.kill(os.getpid(), number)
         self._seen.add(number)

@@ -61,9 +61,8 @@ def _end(rank: int, way: str, folder: str) -> None:
     sys.exit(4)
 
 
-def _watch(way: str, folder: str) -> list[tuple[int | None, float]]:
-    """Exit code (None: killed at the limit) and seconds of each rank."""
-    begin = time.monotonic()
+def _start(way: str, folder: str) -> list[int]:
+    """The processes of both ranks."""
     children: list[int] = []
     for rank in range(2):
         child = os.fork()
@@ -74,8 +73,14 @@ def _watch(way: str, folder: str) -> list[tuple[int | None, float]]:
                 traceback.print_exc()
                 sys.exit(1)
         children.append(child)
+    return children
+
+
+def _watch(children: list[int]) -> dict[int, tuple[int | None, float]]:
+    """Exit code (None: killed at the limit) and seconds of each."""
+    begin = time.monotonic()
     ended: dict[int, tuple[int | None, float]] = {}
-    while len(ended) < 2:
+    while len(ended) < len(children):
         for child in children:
             if child not in ended:
                 late = time.monotonic() - begin > LIMIT
@@ -86,14 +91,15 @@ def _watch(way: str, folder: str) -> list[tuple[int | None, float]]:
                     code = None if late else os.waitstatus_to_exitcode(status)
                     ended[child] = code, time.monotonic() - begin
         time.sleep(0.02)
-    return [ended[child] for child in children]
+    return ended
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    outcomes = {}
+    started = {}
     for number, name in enumerate(WAYS):
-        where = f"{sys.argv[1]}/{number}"
-        Path(where).mkdir()
-        outcomes[name] = _watch(name, where)
-    print(json.dumps(outcomes))
+        where = Path(sys.argv[1]) / str(number)
+        where.mkdir()
+        started[name] = _start(name, str(where))
+    ended = _watch([child for children in started.values() for child in children])
+    print(json.dumps({name: [ended[c] for c in children] for name, children in started.items()}))

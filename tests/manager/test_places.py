@@ -216,3 +216,18 @@ def _to_bucket(rank: int, world: int, near: str, far: str, options: dict[str, An
 
 def test_local_first_then_object_storage(s3: EmbeddedS3, tmp_path: Path) -> None:
     run_ranks(_to_bucket, 2, str(tmp_path / "near"), s3.url("copied"), s3.storage_options)
+
+
+def _no_bucket(rank: int, world: int, url: str, options: dict[str, Any]) -> list[str]:
+    with manager(url, storage_options=options) as saving:
+        told = [_raised(lambda: saving.restore({"x": 1}))]
+        told.append(_raised(lambda: saving.save(1, {"x": 1}, wait=True)))
+        return told
+
+
+def test_a_bucket_that_does_not_exist(s3: EmbeddedS3) -> None:
+    for rank, told in enumerate(
+        run_ranks(_no_bucket, 2, "s3://no-such-bucket/run", s3.storage_options)
+    ):
+        for text in told:
+            assert "no-such-bucket" in text and "does not exist" in text, (rank, text)

@@ -17,6 +17,7 @@ from dcp_fsdp_osd import CorruptCheckpointError, FlatModelState, StorageError
 from tests.manager.jobs import Run, damage, digest, manager
 from tests.models import Mlp
 from tests.ranks import run_ranks
+from tests.storage.fakes import Script
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP warns that there is no process group
 
@@ -165,3 +166,25 @@ def test_names_that_are_no_steps(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError), manager(tmp_path) as alone:
         damage(tmp_path / "step-3", "metadata")
         alone.restore({"x": 0})
+
+
+class _Own:
+    """No checkpoint may make one when it is read."""
+
+
+@pytest.mark.parametrize("trouble", ["read", "class"])
+def test_storage_that_fails_is_no_damage(tmp_path: Path, trouble: str) -> None:
+    def before(operation: str, name: str) -> None:
+        if trouble == operation and name.endswith(".distcp"):
+            raise OSError(5, "the disk has trouble")
+
+    with manager(tmp_path, backend=Script(before=before).store) as alone:
+        alone.save(1, {"x": torch.ones(3)}, wait=True)
+        value = torch.ones(3) if trouble == "read" else _Own()
+        alone.save(2, {"x": value}, wait=True)
+        with pytest.raises(CheckpointException) as caught:
+            alone.restore({"x": value})
+        [(error, _)] = caught.value.failures.values()
+        expected = "disk has trouble" if trouble == "read" else "_Own"
+        assert expected in str(error)
+        assert not isinstance(error, CorruptCheckpointError)

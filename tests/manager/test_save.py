@@ -263,6 +263,20 @@ def test_the_second_signal_goes_to_the_handler_before(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR2, before)
 
 
+def test_children_can_be_ended(tmp_path: Path) -> None:
+    """A forked process has the handler too, and is not what is preempted."""
+    with CheckpointManager(tmp_path):
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        begin = time.monotonic()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert time.monotonic() - begin < 5
+
+
 def test_signals_outside_of_the_main_thread(tmp_path: Path) -> None:
     told: list[str] = []
     thread = threading.Thread(target=lambda: told.append(_raised(lambda: CheckpointManager("x"))))
