@@ -41,6 +41,7 @@ def copy_up(near: Steps, far: Steps, newest: int, retention: Retention, group: G
             contextlib.closing(far.session(step)) as target,
         ):
             _copy(source, target, step, files, group)
+        far.damaged.discard(step)
 
 
 def _to_copy(near: Steps, far: Steps, newest: int, retention: Retention) -> _Listing:

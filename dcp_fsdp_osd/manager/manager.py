@@ -56,7 +56,8 @@ class CheckpointManager:
     Args:
         url: a local path or any URL that ``StreamingWriter`` takes.  A local folder is made by the
             first save.
-        keep_last: how many of the newest checkpoints are kept; None for all.
+        keep_last: how many of the newest checkpoints are kept; None for all.  Others are deleted
+            with all files in their folders.
         keep_every: those of steps that it divides are kept as well.
         save_every: steps that it divides are to be saved, says :meth:`should_save`.
         async_save: :meth:`save` returns as soon as it has copied the state, and the copy (this
@@ -125,7 +126,11 @@ class CheckpointManager:
         self._last: int | None = None  # step that was saved last
         self._preempted = self._saved_since = self._closed = False
         names = ", ".join(each.name for each in self._preemption.signals)
-        self._group.check_same("CheckpointManager", f"{self!r}, preempt_signals=({names})")
+        try:
+            self._group.check_same("CheckpointManager", f"{self!r}, preempt_signals=({names})")
+        except BaseException:
+            self._group.leave()
+            raise
         self._saver = Saver(
             self._near,
             None if local is None else self._steps,
@@ -221,9 +226,10 @@ class CheckpointManager:
         is being preempted and nothing has been saved since.
 
         Collective, where there are several ranks and `preempt_signals`: an all-reduce of four
-        numbers over gloo, which takes one round trip between hosts, and until the slowest rank has
-        come.  (Ranks on accelerators do not wait for their devices.)  Nothing once all know that
-        they are preempted.
+        numbers over gloo, which takes until the slowest rank has come, and then some milliseconds
+        that grow with the number of ranks (gloo passes them around a ring).  It waits for no
+        accelerator.  Where that is too much for steps that are short, call it every few steps, on
+        all ranks alike; there is no such cost once all know that they are preempted.
 
         Raises:
             ValueError: ranks ask about different steps.
@@ -284,6 +290,8 @@ class CheckpointManager:
             check_positive(deadline=deadline)
             _check_state(state)
             self._finish(due)
+            if number == self._last and self._near is not self._steps:
+                self._finish_all()  # what is replaced may be on its way up
             staged = self._saver.stage(state, copied=not blocking)
         except ERRORS as error:
             problem = error

@@ -41,8 +41,6 @@ def test_exits(tmp_path: Path) -> None:
         "sigterm": [-15, -15],
     }, done.stderr[-3000:]
     for number, way in enumerate(WAYS):
-        seconds = [each[1] for each in outcomes[way]]
-        assert max(seconds) < 35, (way, seconds)
         with manager(tmp_path / str(number) / "run") as alone:
             steps = alone.steps()
             # Who ends as usual ends the save first.

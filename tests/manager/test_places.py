@@ -173,6 +173,16 @@ def _copy_fails(rank: int, world: int, near: str, far: str) -> list[str]:
         dist.barrier()
         fail.clear()
         saving.save(4, run.state())
+        saving.save(4, run.train().state())  # not while the first is on its way up
+        saving.wait()
+        expected = digest(run)
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(f"{near}/step-4")
+        dist.barrier()
+        other = Run(seed=5)
+        assert other.restored(saving) == 4 and digest(other) == expected
+        saving.save(4, run.state(), wait=True)
         saving.wait()
     dist.barrier()
     assert _names(near) == ["step-4"] and _names(far) == ["step-2", "step-3", "step-4"]
