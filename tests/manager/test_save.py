@@ -162,7 +162,7 @@ def test_who_leaves_is_not_waited_for(tmp_path: Path) -> None:
         alone.save(1, {"x": torch.ones(3)}, wait=True)
     found = run_ranks(_leaves, 2, str(tmp_path))
     assert "CheckpointMismatchError" in found[0][0] or "Missing key" in found[0][0], found[0][0]
-    assert "have lost each other" in found[1][0] and found[1][1] < 10
+    assert "have lost each other" in found[1][0] and found[1][1] < 30
 
 
 def _deadline(rank: int, world: int, path: str) -> list[str]:
