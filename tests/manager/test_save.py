@@ -444,6 +444,25 @@ def test_a_part_of_the_ranks(tmp_path: Path) -> None:
     assert "that this rank is in" in found[1][0]
 
 
+def _planned_once(rank: int, world: int, path: str) -> list[Any]:
+    names = []
+    with manager(path) as saving:
+        run = Run()
+        for _ in range(3):
+            run.train()
+            saving.save(run.step, run.state(), wait=run.step == 3).result()
+            plans = saving._saver._planner._plans
+            names.append(plans.name if rank == 0 and plans is not None else None)
+        other = Run(seed=5)
+        assert other.restored(saving) == 3 and digest(other) == digest(run)
+    return names
+
+
+def test_what_is_saved_again_is_planned_once(tmp_path: Path) -> None:
+    names = run_ranks(_planned_once, 2, str(tmp_path))[0]
+    assert names[0] is not None and names[1] == names[2]
+
+
 def test_many_saves_leave_nothing_behind(tmp_path: Path) -> None:
     def counts() -> tuple[int, int]:
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
@@ -457,4 +476,5 @@ def test_many_saves_leave_nothing_behind(tmp_path: Path) -> None:
                 after_some = counts()
         alone.wait()
         assert counts() <= after_some
+        assert len(alone._saver._stager._blocks) == 1  # used again by each save
     assert _names(str(tmp_path)) == ["step-28", "step-29"]
