@@ -115,6 +115,7 @@ def test_minimal_under_torchrun() -> None:
     assert done.returncode == 0 or _ABORT_AT_EXIT in done.stdout, done.stdout
 
 
+@pytest.mark.slow  # torchrun is started three times
 def test_preempted_quick() -> None:
     done = _run(sys.executable, "-m", "examples.preempted", "--quick", limit=240)
     assert done.returncode == 0, done.stdout
