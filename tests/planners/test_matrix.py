@@ -205,12 +205,21 @@ def _checkpoints(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_every_layout_to_every_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_every_layout_to_every_layout(tmp_path: Path, of: int) -> None:
+    """At each world size from every ``of``-th of all checkpoints, so that each is loaded."""
     worlds = (0, 1, 2, 4)
     saved = _checkpoints(tmp_path, LAYOUTS, worlds, ["adamw"])
-    loads = sum(_run(_load_all, world, _layouts(LAYOUTS, world), saved) for world in worlds)
     places = 3 * (len(LAYOUTS) - 1) + 1
-    assert loads == places * places
+    assert len(saved) == places
+    expected = loads = 0
+    for number, world in enumerate(worlds):
+        names, paths = _layouts(LAYOUTS, world), saved[number % of :: of]
+        loads += _run(_load_all, world, names, paths)
+        expected += len(names) * len(paths)
+    assert loads == expected
+    if of == 1:
+        assert loads == places * places
     saved = _checkpoints(tmp_path, LAYOUTS, (0, 2), ["momentum"])  # has no scalars
     loads = sum(_run(_load_all, world, [f"FSDP{world // 2}"], saved) for world in (2, 4))
     assert loads == 2 * len(LAYOUTS)

@@ -230,6 +230,7 @@ def test_two_dimensions_to_and_fro(tmp_path: Path) -> None:
     run_ranks(_load_all, 4, paths[2], parallel, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_three_dimensions_to_and_fro(tmp_path: Path) -> None:
     """Hybrid sharding over tensor parallelism on 2 x 2 x 2, 1 x 2 x 4, 1 x 2 x 2, 2 x 1 x 2 ranks.
