@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 
 from dcp_fsdp_osd import CheckpointManager, FlatModelState, FlatOptimState
 from tests.models import Mlp, adamw, train_steps, wrap_fsdp1
 
-__all__ = ["Run", "damage", "digest", "manager"]
+__all__ = ["Run", "damage", "digest", "manager", "raised"]
 
 
 def manager(url: Any, **options: Any) -> CheckpointManager:
@@ -72,3 +74,12 @@ def damage(folder: Path, how: str) -> None:
         data = bytearray((folder / name).read_bytes())
         data[len(data) // 2] ^= 0x55
         (folder / name).write_bytes(data)
+
+
+def raised(call: Callable[[], object]) -> str:
+    """What `call` raises, in words."""
+    try:
+        call()
+    except (Exception, CheckpointException) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 
 from dcp_fsdp_osd.storage.session import make_session
-from tests.manager.jobs import Run, damage, digest, manager
+from tests.manager.jobs import Run, damage, digest, manager, raised
 from tests.ranks import run_ranks
 from tests.servers import EmbeddedS3, s3_server
 from tests.storage.fakes import Script
@@ -140,14 +139,6 @@ def _goes_on(rank: int, world: int, near: str, far: str) -> int | None:
         return found
 
 
-def _raised(call: Any) -> str:
-    try:
-        call()
-    except (Exception, CheckpointException) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def _copy_fails(rank: int, world: int, near: str, far: str) -> list[str]:
     fail = threading.Event()
 
@@ -165,11 +156,11 @@ def _copy_fails(rank: int, world: int, near: str, far: str) -> list[str]:
         while not saving._saver.idle:
             time.sleep(0.05)
         dist.barrier()
-        told.append(_raised(lambda: saving.save(3, run.state())))
+        told.append(raised(lambda: saving.save(3, run.state())))
         dist.barrier()
         assert _names(near) == ["step-1", "step-2"] and _names(far) == ["step-1"]
         saving.save(3, run.state())
-        told.append(_raised(saving.wait))
+        told.append(raised(saving.wait))
         dist.barrier()
         fail.clear()
         saving.save(4, run.state())
@@ -230,8 +221,8 @@ def test_local_first_then_object_storage(s3: EmbeddedS3, tmp_path: Path) -> None
 
 def _no_bucket(rank: int, world: int, url: str, options: dict[str, Any]) -> list[str]:
     with manager(url, storage_options=options) as saving:
-        told = [_raised(lambda: saving.restore({"x": 1}))]
-        told.append(_raised(lambda: saving.save(1, {"x": 1}, wait=True)))
+        told = [raised(lambda: saving.restore({"x": 1}))]
+        told.append(raised(lambda: saving.save(1, {"x": 1}, wait=True)))
         return told
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import CheckpointException
 from dcp_fsdp_osd import CheckpointManager, StorageError
 from dcp_fsdp_osd.manager.copying import shares
 from dcp_fsdp_osd.manager.steps import Retention
-from tests.manager.jobs import Run, damage, digest, manager
+from tests.manager.jobs import Run, damage, digest, manager, raised
 from tests.ranks import run_ranks
 from tests.storage.fakes import Script
 from tests.torch_gaps import needs_groups_without_rank_0
@@ -65,14 +65,6 @@ class _Fails:
         raise NotImplementedError
 
 
-def _raised(call: Any) -> str:
-    try:
-        call()
-    except (Exception, CheckpointException) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def _errors(rank: int, world: int, path: str) -> dict[str, str]:
     """Each error, and after each a save that succeeds."""
     fail = threading.Event()
@@ -94,31 +86,31 @@ def _errors(rank: int, world: int, path: str) -> dict[str, str]:
         good()
         fail.set()
         future = saving.save(50, run.state())
-        told["future"] = _raised(future.result)
-        told["next save"] = _raised(lambda: saving.save(51, run.state()))
+        told["future"] = raised(future.result)
+        told["next save"] = raised(lambda: saving.save(51, run.state()))
         good()
         saving.wait()  # it was raised once
         fail.set()
         saving.save(52, run.state())
-        told["wait"] = _raised(saving.wait)
+        told["wait"] = raised(saving.wait)
         saving.wait()
-        told["blocking"] = _raised(lambda: saving.save(53, run.state(), wait=True))
+        told["blocking"] = raised(lambda: saving.save(53, run.state(), wait=True))
         good()
         state = {**run.state(), "bad": _Fails() if rank else 1}
-        told["staging"] = _raised(lambda: saving.save(54, state))
-        told["staging, blocking"] = _raised(lambda: saving.save(54, state, wait=True))
+        told["staging"] = raised(lambda: saving.save(54, state))
+        told["staging, blocking"] = raised(lambda: saving.save(54, state, wait=True))
         good()
-        told["steps"] = _raised(lambda: saving.save(55 + rank, run.state()))
-        told["state"] = _raised(lambda: saving.save(55, [] if rank else run.state()))
-        told["number"] = _raised(lambda: saving.save(-1 if rank else 55, run.state()))
-        told["asked"] = _raised(lambda: saving.restore(run.state(), step=rank))
+        told["steps"] = raised(lambda: saving.save(55 + rank, run.state()))
+        told["state"] = raised(lambda: saving.save(55, [] if rank else run.state()))
+        told["number"] = raised(lambda: saving.save(-1 if rank else 55, run.state()))
+        told["asked"] = raised(lambda: saving.restore(run.state(), step=rank))
         good()
         fail.set()
         saving.save(56, run.state())
-        told["close"] = _raised(saving.close)
+        told["close"] = raised(saving.close)
         saving.close()
-        told["closed"] = _raised(lambda: saving.save(57, run.state()))
-        told["closed, restore"] = _raised(lambda: saving.restore(run.state()))
+        told["closed"] = raised(lambda: saving.save(57, run.state()))
+        told["closed, restore"] = raised(lambda: saving.restore(run.state()))
     dist.barrier()
     assert _names(path) == ["step-3", "step-4", "step-5"]
     return told
@@ -150,10 +142,10 @@ def _leaves(rank: int, world: int, path: str) -> tuple[str, float]:
                 saving.save(step, fails, wait=step == 2).result()
             except CheckpointException as error:
                 kept.append(error)
-        kept.append(_raised(saving.wait))
-        told = _raised(lambda: saving.restore({"y": torch.ones(3)}))
+        kept.append(raised(saving.wait))
+        told = raised(lambda: saving.restore({"y": torch.ones(3)}))
         if rank == 1:
-            told = _raised(lambda: saving.save(4, run.state()))
+            told = raised(lambda: saving.save(4, run.state()))
     return told, time.monotonic() - begin
 
 
@@ -178,14 +170,14 @@ def _deadline(rank: int, world: int, path: str) -> list[str]:
         run = Run().train()
         assert saving.save(1, run.state(), wait=True, deadline=30).done()
         slow.set()
-        told.append(_raised(lambda: saving.save(2, run.state(), wait=True, deadline=0.1)))
+        told.append(raised(lambda: saving.save(2, run.state(), wait=True, deadline=0.1)))
         dist.barrier()
         assert _names(path) == ["step-1"]
         saving.save(2, run.state())
-        told.append(_raised(lambda: saving.save(3, run.state(), deadline=0.1)))
+        told.append(raised(lambda: saving.save(3, run.state(), deadline=0.1)))
         slow.clear()
         future = saving.save(4, run.state(), deadline=30)
-        told.append(_raised(lambda: saving.save(5, run.state(), deadline=0)))
+        told.append(raised(lambda: saving.save(5, run.state(), deadline=0)))
         future.result(20)
     dist.barrier()
     assert _names(path) == ["step-1", "step-2", "step-4"]
@@ -214,7 +206,7 @@ def _preempted(rank: int, world: int, path: str) -> list[Any]:
             seen.append(saving.preempted)
             if step == 7:
                 break
-        seen.append(_raised(lambda: saving.should_save(8)))
+        seen.append(raised(lambda: saving.should_save(8)))
         if rank == 1:  # a second one is the previous handler's
             signal.signal(signal.SIGTERM, lambda *_: seen.append("replaced"))
             os.kill(os.getpid(), signal.SIGTERM)
@@ -233,7 +225,7 @@ def test_preemption_is_agreed_at_one_step(tmp_path: Path) -> None:
 
 def _asked_apart(rank: int, world: int, path: str) -> str:
     with CheckpointManager(path) as saving:
-        return _raised(lambda: saving.should_save(3 + rank))
+        return raised(lambda: saving.should_save(3 + rank))
 
 
 def test_ranks_that_ask_about_different_steps(tmp_path: Path) -> None:
@@ -279,7 +271,7 @@ def test_children_can_be_ended(tmp_path: Path) -> None:
 
 def test_signals_outside_of_the_main_thread(tmp_path: Path) -> None:
     told: list[str] = []
-    thread = threading.Thread(target=lambda: told.append(_raised(lambda: CheckpointManager("x"))))
+    thread = threading.Thread(target=lambda: told.append(raised(lambda: CheckpointManager("x"))))
     thread.start()
     thread.join()
     assert "preempt_signals=()" in told[0] and "SIGTERM" in told[0]
@@ -402,9 +394,9 @@ def test_repr_and_storage_error_without_bucket(tmp_path: Path) -> None:
 
 def _differ(rank: int, world: int, path: str) -> list[str]:
     told = [
-        _raised(lambda: manager(f"{path}/{rank}")),
-        _raised(lambda: manager(path, save_every=5 + rank)),
-        _raised(lambda: CheckpointManager(path, preempt_signals=[10] if rank else ())),
+        raised(lambda: manager(f"{path}/{rank}")),
+        raised(lambda: manager(path, save_every=5 + rank)),
+        raised(lambda: CheckpointManager(path, preempt_signals=[10] if rank else ())),
     ]
     with manager(path) as saving:
         saving.save(1, {"x": 1}, wait=True)
@@ -424,7 +416,7 @@ def _parts(rank: int, world: int, path: str) -> list[Any]:
     group = dist.new_group([0, 2])
     told: list[Any] = []
     if rank == 1:
-        told.append(_raised(lambda: manager(path, process_group=group)))
+        told.append(raised(lambda: manager(path, process_group=group)))
     else:
         for step in (1, 2):
             with manager(path, process_group=group) as saving:
