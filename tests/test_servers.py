@@ -117,7 +117,8 @@ def test_counters_latency_and_bandwidth(s3: EmbeddedS3) -> None:
             begin = time.monotonic()
             list(pool.map(get, range(8)))
             took = time.monotonic() - begin
-        assert 0.2 <= took < 0.9, "a delay holds up other connections"
+        # One after the other they would take 1.6 seconds.
+        assert 0.2 <= took < 1.4, "a delay holds up other connections"
         counts = s3.stats()
         assert counts["get"] == counts["requests"] == 16
         assert counts["bytes_out"] == 16_000

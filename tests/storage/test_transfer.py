@@ -246,14 +246,14 @@ def test_no_threads_are_left(saved: Path) -> None:
 
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_stall_has_a_time_limit(tmp_path: Path, saved: Path, operation: str) -> None:
-    script = Script(before=hang(operation, 2.0))
+    script = Script(before=hang(operation, 8.0))
     begin = time.monotonic()
     with pytest.raises(CheckpointException, match="nothing was transferred for 0 s"):
         if operation == "write":
             save(tmp_path / "d", script, stall_seconds=0.2)
         else:
             load(StreamingReader(saved, backend=script.store, stall_seconds=0.2), STATE)
-    assert time.monotonic() - begin < 1.9
+    assert time.monotonic() - begin < 7
 
 
 def test_a_write_that_was_left_behind_finds_no_other_file(tmp_path: Path) -> None:
