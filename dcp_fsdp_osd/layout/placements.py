@@ -27,6 +27,7 @@ __all__ = [
     "local_box",
     "lost_turns",
     "placement_text",
+    "same_but_turns",
     "wrong_rows",
 ]
 
@@ -151,14 +152,19 @@ def lost_turns(text: str, param_text: str) -> str:
     """
     if text == param_text or Shard(0) != _StridedShard(0, split_factor=2):
         return ""
-    pairs = list(itertools.zip_longest(json.loads(text), json.loads(param_text)))
-    if all(a == b or (a and b and [*a, *b[2:]] == ["shard", *b[1:]]) for a, b in pairs):
-        return (
-            f"expected the parameter's placements {param_text}, found {text}, which torch "
-            f"{torch.__version__} writes where it computes with the parameter, and which stand for "
-            f"other rows. Make the state from zeros_like or clone and in place, or use torch 2.10"
-        )
-    return ""
+    if not same_but_turns(text, param_text):
+        return ""
+    return (
+        f"expected the parameter's placements {param_text}, found {text}, which torch "
+        f"{torch.__version__} writes where it computes with the parameter, and which stand for "
+        f"other rows. Make the state from zeros_like or clone and in place, or use torch 2.10"
+    )
+
+
+def same_but_turns(text: str, param_text: str) -> bool:
+    """Whether two of :func:`placement_text` are one, but for turns that the first does not have."""
+    pairs = itertools.zip_longest(json.loads(text), json.loads(param_text))
+    return all(a == b or (a and b and [*a, *b[2:]] == ["shard", *b[1:]]) for a, b in pairs)
 
 
 def _code(placement: Placement) -> list[str | int]:
@@ -203,13 +209,24 @@ def dtensor_problem(fqn: str, value: DTensor) -> str:
     problem = wrong_rows(fqn, mesh.shape, value.placements, shape)
     if problem or mesh.get_coordinate() is None:
         return problem
-    held, said = tuple(value.to_local().shape), local_box(mesh, value.placements, shape).sizes
-    if held == said or not (math.prod(held) or math.prod(said)):
+    held, said = tuple(value.to_local().shape), local_box(mesh, value.placements, shape)
+    if not (math.prod(held) or said.numel):
         return ""
-    return (
-        f"{fqn}: expected a local shard of shape {said}, as DTensor cuts {tuple(shape)} with "
-        f"{value.placements} over a mesh of {tuple(mesh.shape)}, found {held}"
-    )
+    where = f"{tuple(value.placements)} over a mesh of {tuple(mesh.shape)}"
+    if held != said.sizes:
+        return (
+            f"{fqn}: expected a local shard of shape {said.sizes}, as DTensor cuts {tuple(shape)} "
+            f"with {where}, found {held}"
+        )
+    strided = any(hasattr(placement, "split_factor") for placement in value.placements)
+    dealt = _dealt_box(mesh, value.placements, shape) if strided else said
+    if dealt != said:
+        return (
+            f"{fqn}: expected the box at {dealt.offsets} for this rank, as {where} deal out "
+            f"{tuple(shape)}, found that torch {torch.__version__} takes it for the one at "
+            f"{said.offsets}. Choose sizes that the mesh divides evenly, or use torch 2.8"
+        )
+    return ""
 
 
 def wrong_rows(
@@ -280,6 +297,21 @@ def _odd_one(size: int, cuts: tuple[_Cut, ...]) -> _Odd | None:
         if len(rows) > 1 or (held is not None and rows != held):
             return _Odd(at, rows, held)
     return None
+
+
+def _dealt_box(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> Box:
+    """This rank's box, by our own count: some versions of torch misplace strided shards."""
+    rows: list[_Rows] = [(range(size),) for size in shape]
+    at = mesh.get_coordinate() or ()
+    for count, placement, n in zip(mesh.shape, placements, at, strict=True):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            cut = _Cut(count, getattr(placement, "split_factor", 1))
+            rows[dim] = _deal(rows[dim], cut)[n]
+    return Box(
+        tuple(part[0].start if part else 0 for part in rows),
+        tuple(sum(map(len, part)) for part in rows),
+    )
 
 
 def _deal(rows: _Rows, cut: _Cut) -> list[_Rows]:

@@ -262,6 +262,39 @@ def test_a_chunk_that_is_read_whole_is_read_by_one_rank() -> None:
     assert all(count.eq(1).all() for got in done.got for count in got.values())
 
 
+@pytest.mark.parametrize(
+    ("rows", "readers"),
+    [
+        ([8, 4, 2, 2, 2], [0, 1, 1, 1, 0]),
+        ([1, 2, 3, 4, 5, 6], [0, 1, 0, 1, 0, 1]),
+        ([2, 9, 2, 2, 2, 2, 2], [0, 1, 0, 0, 0, 0, 1]),
+    ],
+)
+def test_chunks_that_are_read_whole_are_shared_out(rows: list[int], readers: list[int]) -> None:
+    """Each to the rank that has least to read, the first of several; who wants nothing, nothing."""
+    tensors = {f"w{n}": numbered([count, 4], torch.float32, n) for n, count in enumerate(rows)}
+    saved = Saved(tensors, {name: grid(list(t.shape), [[], []]) for name, t in tensors.items()})
+    boxes = [(0, 3), (1, 3)]
+    ranks = [
+        participant(saved, [(name, Box((0, at), (len(t), n))) for name, t in tensors.items()], r)
+        for r, (at, n) in enumerate(boxes)
+    ]
+    ranks.append(participant(saved, [], 2))
+    plan = plan_exchange(ranks, saved.metadata, reads_parts=False)
+    assert plan is not None
+    of_rank = [{_name(read, p) for read in s.reads} for s, p in zip(plan.ranks, ranks, strict=True)]
+    assert of_rank == [
+        {f"w{n}" for n, reader in enumerate(readers) if reader == rank} for rank in range(3)
+    ]
+    done = execute(plan, ranks, saved)
+    assert all(count.eq(1).all() for got in done.got for count in got.values())
+
+
+def _name(read: Any, p: Any) -> str:
+    item = read.of(p.items) if isinstance(read, Part) else read[0]
+    return str(item.storage_index.fqn)
+
+
 def test_little_is_held_though_some_want_much_and_others_little() -> None:
     """A message to ranks that want a byte of each chunk must not wait for all chunks."""
     saved = Saved(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -23,7 +24,7 @@ from dcp_fsdp_osd.layout.flat import (
     simulate,
     units_of,
 )
-from dcp_fsdp_osd.layout.geometry import Box, boxes_of_interval, dim_order
+from dcp_fsdp_osd.layout.geometry import Box, boxes_of_interval, dim_order, narrowed_view
 from dcp_fsdp_osd.save.agree import complement, share_out
 from tests.models import MODELS, wrap_fsdp1
 from tests.ranks import run_ranks
@@ -111,6 +112,71 @@ def test_signatures_are_those_in_checkpoints_of_the_first_version() -> None:
     rows = Box((2, 0), (2, 6))
     cut = ParamLayout(("d",), ((4, 6),), ParamKind.DTENSOR, sharded=True, box=rows)
     assert cut.signature == "7c746ba8f78ce602"
+
+
+@given(st.data(), SHAPES)
+def test_overlap(data: Any, shape: tuple[int, ...]) -> None:
+    def drawn() -> tuple[Box, set[int]]:
+        spans = [sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in shape]
+        box = Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+        inside = numbers[tuple(slice(a, b) for a, b in spans)]
+        return box, set(inside.flatten().tolist())
+
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    (one, of_one), (two, of_two) = drawn(), drawn()
+    both = one.overlap(two)
+    assert (both is None) == (not of_one & of_two)
+    if both is not None:
+        found = narrowed_view(numbers, both.offsets, both.sizes)
+        assert set(found.flatten().tolist()) == of_one & of_two
+    moved = Box((0,) * len(shape), one.sizes).shifted(one.offsets)
+    assert moved == one and moved.numel == len(of_one)
+
+
+def test_boxes_of_tensors_of_different_dimensions() -> None:
+    boxes = [Box((0,) * dims, (2,) * dims) for dims in (1, 2, 3)]
+    for one, two in itertools.permutations(boxes, 2):
+        with pytest.raises(ValueError, match=r"shorter|longer"):
+            one.overlap(two)
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        Box((0, 0), (2, 2)).shifted((1,))
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        narrowed_view(torch.zeros(2, 2), (0,), (1, 1))
+
+
+def test_what_messages_and_users_are_told_of_a_layout() -> None:
+    assert Box((0, 3), (4, 3)).numel == 12
+    rows = ParamLayout(("d",), ((4, 6),), ParamKind.DTENSOR, sharded=True, box=Box((2, 0), (2, 6)))
+    assert rows.describe() == "d at (2, 0) size (2, 6)"
+    assert ParamLayout(("a", "b"), ((4,), (5,)), ParamKind.NAMED).describe() == "a, b"
+    unit = Unit((("a", (4, 3)), ("b", (5,))), use_orig_params=False)
+    first, second, third = (unit.local_params(3, rank)[0] for rank in range(3))
+    assert first.describe() == "a[0:6]"
+    assert second.describe() == "a[6:12]" and third.describe() == "b[0:5]"
+    columns = Segment("w", (4, 6), 1, 5, 0, None, Box((0, 3), (4, 3)))
+    part = ParamLayout(("w",), ((4, 6),), ParamKind.FLAT, (columns,), 4, True)
+    assert part.describe() == "w[1:5] of the box at (0, 3) size (4, 3)"
+    nothing = Unit((("a", (2,)),)).local_params(4, 3)[0]
+    assert nothing.describe() == "nothing" and nothing.empty
+    layout = simulate([unit], [("out", (7,))], world_size=3, rank=1)
+    assert (
+        repr(layout) == "<FlatLayout of 2 parameters: 1 flat, 1 whole; 6 of 17 flat elements here>"
+    )
+    assert repr(simulate([], [], world_size=1, rank=0)) == "<FlatLayout of 0 parameters: none>"
+
+
+def test_a_unit_that_is_not_sharded_is_whole_on_each_rank() -> None:
+    params = (("a", (4, 3)), ("b", (5,)))
+    for world, rank, sharded in ((3, 2, False), (1, 0, True)):
+        (flat,) = Unit(params, False, sharded).local_params(world, rank)
+        assert flat.kind is ParamKind.FLAT and flat.numel == 17 and not flat.sharded
+        spans = [(s.fqn, s.start, s.stop, s.offset) for s in flat.segments]
+        assert spans == [("a", 0, 12, 0), ("b", 0, 5, 12)]
+        whole = Unit(params, True, sharded).local_params(world, rank)
+        assert [(p.kind, p.fqns, p.shapes) for p in whole] == [
+            (ParamKind.WHOLE, ("a",), ((4, 3),)),
+            (ParamKind.WHOLE, ("b",), ((5,),)),
+        ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted).map(tuple)))
