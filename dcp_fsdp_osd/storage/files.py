@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_fsdp_osd.storage.checksum import checksum_named
 from dcp_fsdp_osd.storage.memory import ScratchPool
 from dcp_fsdp_osd.storage.pack import Chunk, FilePlan, item_bytes, pack
 from dcp_fsdp_osd.storage.progress import Progress
+from dcp_fsdp_osd.storage.results import Entry
 from dcp_fsdp_osd.storage.session import Session
 from dcp_fsdp_osd.storage.store import Upload
 from dcp_fsdp_osd.storage.transfer import Budget, Deadline, InOrder, Pool, Stats
@@ -60,9 +60,9 @@ class FileWriter:
         self._stall = stall_seconds
         self._scratch = ScratchPool(part_size, max_inflight_bytes // part_size + 1)
         self._budget = Budget(max_inflight_bytes, stats)
-        self._results: list[WriteResult] = []
+        self._written: list[Entry] = []
 
-    def write(self, plans: Sequence[FilePlan]) -> list[WriteResult]:
+    def write(self, plans: Sequence[FilePlan]) -> list[Entry]:
         """Write all items of ``plans``; their files are complete on return.
 
         Raises:
@@ -82,7 +82,7 @@ class FileWriter:
                 Progress(f"save {url}", total, rank=self._session.rank, enabled=self._progress)
             )
             self._complete(self._submit_all(plans, threads))
-        return self._results
+        return self._written
 
     def _submit_all(self, plans: Sequence[FilePlan], threads: int) -> dict[str, int]:
         """Pack chunk after chunk and have each written; the sizes of the files, all written."""
@@ -120,7 +120,7 @@ class FileWriter:
             checksum=checksum_named(self._checksum) if self._checksum else None,
             scratch=self._scratch,
             reserve=self._reserve,
-            results=self._results,
+            written=self._written,
         )
 
     def _reserve(self, count: int) -> None:

@@ -36,10 +36,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_fsdp_osd.compat import reduce_properties
-from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError, UnsafeCheckpointError
+from dcp_fsdp_osd.errors import CorruptCheckpointError, UnsafeCheckpointError
 from dcp_fsdp_osd.storage.cover import check_chunks, check_entries
 from dcp_fsdp_osd.storage.dcp_pickle import check_nesting, load_dcp_pickle
 from dcp_fsdp_osd.storage.pickles import PickleError
@@ -66,7 +65,6 @@ MAX_METADATA_BYTES = 8 << 30
 HEAD_BYTES, TAIL_BYTES = 2, 20
 """What :func:`check_ends` looks at."""
 _ATTRIBUTE = "dcp_fsdp_osd"
-_ALGORITHM = "dcp_fsdp_osd_checksum"  # of write results, not written
 _SEAL = struct.Struct("<8sIQ")
 _MAGIC = b"\nDCPOSD1"
 
@@ -106,10 +104,9 @@ class EntryInfo:
     dtype: str = ""
 
 
-def storage_info(entry: EntryInfo, checksum: str | None) -> _StorageInfo:
-    """`entry` as the value in ``Metadata.storage_data``, and on the way there the algorithm."""
+def storage_info(entry: EntryInfo) -> _StorageInfo:
+    """`entry` as the value in ``Metadata.storage_data``."""
     info = _StorageInfo(entry.name, entry.offset, entry.length)
-    setattr(info, _ALGORITHM, checksum)
     extra: tuple[Any, ...] = (entry.kind, entry.crc)
     if entry.kind == KIND_TENSOR:
         extra += (entry.payload, entry.nbytes, entry.dtype)
@@ -167,29 +164,17 @@ def entry_info(info: object, what: str, names: set[str]) -> EntryInfo:
     raise CorruptCheckpointError(f"{what}: {name}: {extra!r} describes no entry")
 
 
-def fill_metadata(metadata: Metadata, results: Iterable[Iterable[WriteResult]]) -> dict[str, int]:
-    """Put the write results of all ranks into `metadata`, in place; the size of each file.
-
-    Raises:
-        StorageError: ranks have written with different checksums.
-    """
-    entries = {}
+def fill_metadata(
+    metadata: Metadata, entries: Iterable[tuple[MetadataIndex, EntryInfo]], checksum: str | None
+) -> dict[str, int]:
+    """Put what all ranks have written into `metadata`, in place; the size of each file."""
     files: dict[str, int] = {}
-    used: set[str | None] = set()
-    for result in (result for of_rank in results for result in of_rank):
-        info = result.storage_data
-        used.add(vars(info).pop(_ALGORITHM, None))
-        entries[result.index] = info
-        end = info.offset + info.length
-        files[info.relative_path] = max(files.get(info.relative_path, 0), end)
-    if len(used) > 1:
-        raise StorageError(
-            f"not committed: ranks have written with different checksums ({used}), as cached plans "
-            "make them do where not all ranks have the package crc32c; install it on all of them"
-        )
-    metadata.storage_data = entries
+    metadata.storage_data = {}
+    for index, entry in entries:
+        metadata.storage_data[index] = storage_info(entry)
+        end = entry.offset + entry.length
+        files[entry.name] = max(files.get(entry.name, 0), end)
     _share_sizes(metadata)
-    checksum = next(iter(used), None)
     ours = {"format": 1, "byteorder": sys.byteorder, "checksum": checksum, "files": files}
     setattr(metadata, _ATTRIBUTE, ours)
     return files

@@ -14,8 +14,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_fsdp_osd.compat import object_bytes
 from dcp_fsdp_osd.errors import StorageError
@@ -33,7 +33,6 @@ from dcp_fsdp_osd.storage.metadata import (
     KIND_OPAQUE,
     KIND_TENSOR,
     EntryInfo,
-    storage_info,
 )
 from dcp_fsdp_osd.storage.plain_objects import refused_names
 
@@ -124,19 +123,18 @@ def pack(
     checksum: Checksum | None,
     scratch: ScratchPool,
     reserve: Callable[[int], None],
-    results: list[WriteResult],
+    written: list[tuple[MetadataIndex, EntryInfo]],
 ) -> Iterator[Chunk]:
     """The file as chunks of exactly `part_size` bytes (a multiple of 64) but the last.
 
     Each item is resolved when its turn comes.  `reserve(n)` is called before n bytes of buffers
-    are filled, and may wait; the consumer of a chunk gives its `charge` back.  An item's result is
-    appended to `results` when its last chunk has been yielded or is about to be.
+    are filled, and may wait; the consumer of a chunk gives its `charge` back.  An item's entry is
+    appended to `written` when its last chunk has been yielded or is about to be.
     """
     packer = _Packer(plan.name, part_size, copies, reserve)
     envelopes = Envelopes(None if checksum is None else checksum.raw)
     for item in plan.items:
         data = planner.resolve_data(item)
-        begin = packer.position
         if isinstance(data, torch.Tensor):
             _check_loadable(item, data)
             if not is_plain(data):
@@ -174,13 +172,7 @@ def pack(
                 f"{type(data).__name__}"
             )
         del data
-        results.append(
-            WriteResult(
-                index=item.index,
-                size_in_bytes=packer.position - begin,
-                storage_data=storage_info(entry, None if checksum is None else checksum.name),
-            )
-        )
+        written.append((item.index, entry))
     yield from packer.flush()
     if packer.chunk.size or packer.position == 0:
         yield packer.chunk

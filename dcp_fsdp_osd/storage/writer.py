@@ -20,8 +20,9 @@ from dcp_fsdp_osd.storage.checksum import best_checksum
 from dcp_fsdp_osd.storage.commit import Committer
 from dcp_fsdp_osd.storage.files import FileWriter
 from dcp_fsdp_osd.storage.flat_guard import check_flat_pieces
-from dcp_fsdp_osd.storage.metadata import dump_metadata, fill_metadata
+from dcp_fsdp_osd.storage.metadata import dump_metadata, fill_metadata, no_collections
 from dcp_fsdp_osd.storage.pack import item_bytes, plan_files
+from dcp_fsdp_osd.storage.results import pack_results, unpack_results
 from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors
 from dcp_fsdp_osd.storage.store import Backend, Limits, Upload
 from dcp_fsdp_osd.storage.transfer import Deadline, RetryPolicy, Stats
@@ -263,11 +264,20 @@ class StreamingWriter(HasRole, StorageWriter):
     @portable_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check every file's size, then commit, then delete what was overwritten."""
-        files = fill_metadata(metadata, results)
-        metadata.version = "1.0.0"
-        metadata.storage_meta = self.storage_meta()
+        with no_collections():
+            entries, used = unpack_results(results)
+            if len(used) > 1:
+                raise StorageError(
+                    f"not committed: ranks have written with different checksums ({used}), as "
+                    "cached plans make them do where not all ranks have the package crc32c; "
+                    "install it on all of them"
+                )
+            files = fill_metadata(metadata, entries, next(iter(used), None))
+            metadata.version = "1.0.0"
+            metadata.storage_meta = self.storage_meta()
+            data = dump_metadata(metadata)
         with self.stats.timed("commit"):
-            self._committer.publish(dump_metadata(metadata), files)
+            self._committer.publish(data, files)
 
     @property
     def checkpoint_id(self) -> str:
@@ -301,7 +311,7 @@ class StreamingWriter(HasRole, StorageWriter):
             )
 
         try:
-            results = FileWriter(
+            written = FileWriter(
                 self._session,
                 planner,
                 create,
@@ -320,7 +330,7 @@ class StreamingWriter(HasRole, StorageWriter):
             committer.quietly("abort uploads", *(upload.abort for upload in uploads.values()))
             committer.quietly("remove the failed save", lambda: committer.remove(names))
             raise
-        return results
+        return pack_results(written, ticket.checksum)
 
     def _part_bytes(self, limits: Limits, largest: int) -> int:
         """The part size, so that a part's buffers fit into the memory limit; `largest` is the size
