@@ -8,6 +8,7 @@ one key has a form that it does not take (empty names, ``.``, ``..``, control ch
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta, timezone
@@ -57,6 +58,24 @@ class Credentials:
         return {**options, **more, "credential_provider": self}
 
 
+@functools.cache
+def _descriptions() -> Any:
+    """botocore's reader of the files that describe the services' requests, which come with it and
+    never change: reading S3's takes 150 ms, and each save makes a client."""
+    from botocore.loaders import create_loader
+
+    return create_loader()
+
+
+def _session() -> Any:
+    from botocore.session import Session
+
+    session = Session()
+    if not session.get_config_variable("data_path"):  # else they are the user's
+        session.register_component("data_loader", _descriptions())
+    return session
+
+
 def find_credentials(environ: Mapping[str, str] = os.environ) -> Credentials | None:
     """The credentials that the AWS tools (and s3fs) would use; None if there are none.
 
@@ -66,9 +85,7 @@ def find_credentials(environ: Mapping[str, str] = os.environ) -> Credentials | N
     Raises:
         botocore.exceptions.BotoCoreError: the configuration names what is not there.
     """
-    from botocore.session import Session
-
-    session = Session()
+    session = _session()
     found = session.get_credentials()
     if found is None:
         return None
@@ -130,7 +147,6 @@ class PlainS3:
     def __init__(self, config: StoreConfig) -> None:
         from botocore import UNSIGNED
         from botocore.config import Config
-        from botocore.session import Session
 
         seconds = max(config.stall_seconds / 3, 0.1)
         scheme, self._bucket, prefix = split_url(config.url)
@@ -145,7 +161,7 @@ class PlainS3:
             retries={"total_max_attempts": 1},
             **({"signature_version": UNSIGNED} if anonymous else {}),
         )
-        self._client: Any = Session().create_client("s3", config=settings, **given)
+        self._client: Any = _session().create_client("s3", config=settings, **given)
 
     def pages(self) -> Iterator[Mapping[str, Any]]:
         """Answers of ListObjectsV2 for what is directly below the prefix."""
