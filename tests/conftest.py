@@ -1,8 +1,8 @@
-"""Shared by all tests: worker ranks end with the session."""
+"""Shared by all tests: worker ranks end with the session, and which cases always run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -22,6 +22,34 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         if gap is None:
             raise
     pytest.skip(gap)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked ``each_value``, what adds no value of any parameter is slow."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("each_value"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        normal = [case for case in cases if not case.get_closest_marker("slow")]
+        chosen = covering(
+            [frozenset((k, id(v)) for k, v in case.callspec.params.items()) for case in normal]
+        )
+        for number, case in enumerate(normal):
+            if number not in chosen:
+                case.add_marker("slow")
+
+
+def covering(cases: Sequence[frozenset[tuple[str, int]]]) -> set[int]:
+    """Positions of a few cases with all values of all parameters, the same in each run."""
+    missing = frozenset().union(*cases)
+    chosen = set()
+    while missing:
+        best = max(range(len(cases)), key=lambda n: (len(cases[n] & missing), -n))
+        chosen.add(best)
+        missing -= cases[best]
+    return chosen
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

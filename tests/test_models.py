@@ -31,6 +31,7 @@ def _shapes(name: str) -> dict[str, torch.Size]:
     return {fqn: value.shape for fqn, value in MODELS[name]().named_parameters()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("policy", ["root", "blocks", "linears"])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("name", MODELS)

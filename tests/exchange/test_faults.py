@@ -65,6 +65,7 @@ ALL = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("point", "kind", "reader"),
     [

@@ -58,6 +58,7 @@ def _round_trip(rank: int, world: int, path: str, kind: str, reader: str) -> Any
     return storage.entries if reader == "stock" else [], sizes, planner.exchanged
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_replicated_state_is_read_once(tmp_path: Path, kind: str, reader: str) -> None:

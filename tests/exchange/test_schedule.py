@@ -342,6 +342,7 @@ def test_a_read_for_others_is_never_taken_for_an_own_one() -> None:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("reads_parts", [True, False])
 @pytest.mark.parametrize("shape", ["ddp", "hsdp"])
 def test_thousands_of_ranks(shape: str, reads_parts: bool) -> None:

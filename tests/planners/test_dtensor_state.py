@@ -268,6 +268,7 @@ def _holder(model: nn.Module, kind: str, names: list[str]) -> Holder:
 KINDS = ["adafactor", "came", "shampoo", "soap", "prodigy", "kron", "blocks"]
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [Mlp, Square])

@@ -59,6 +59,7 @@ def _full(rank: int, world: int, path: str, kind: str, options: Any, expected: A
     compare(full(model, optim), expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"broadcast_from_rank0": True}, {"cpu_offload": True}])
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1_flat", "fsdp2", "ddp"])
 def test_full(tmp_path: Path, kind: str, options: dict[str, bool]) -> None:

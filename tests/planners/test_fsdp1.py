@@ -23,6 +23,7 @@ def _round_trip(rank: int, world: int, path: str, kwargs: dict[str, Any]) -> Non
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("model", ["mlp", "odd", "conv", "tied", "transformer", "frozen_block"])
 def test_models(tmp_path: Path, model: str, use_orig_params: bool) -> None:
@@ -30,6 +31,7 @@ def test_models(tmp_path: Path, model: str, use_orig_params: bool) -> None:
     run_ranks(_round_trip, 4, str(tmp_path), kwargs)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("policy", ["root", "blocks", "linears"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -38,6 +40,7 @@ def test_strategies(tmp_path: Path, strategy: str, policy: str, use_orig_params:
     run_ranks(_round_trip, 4, str(tmp_path), kwargs)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("optim", list(OPTIMIZERS))
 def test_optimizers(tmp_path: Path, optim: str, use_orig_params: bool) -> None:

@@ -47,6 +47,7 @@ def _fsdp1(rank: int, world: int, path: str, kwargs: dict[str, Any], as_file: bo
     return None if stats is None else (stats.sent, stats.received)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("as_file", [True, False])
 @pytest.mark.parametrize(
     "kwargs",

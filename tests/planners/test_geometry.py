@@ -365,6 +365,7 @@ def _live(rank: int, world: int, name: str, policy: str, use_orig_params: bool) 
     return describe_target(model, optim).layout
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("world", [1, 3, 4])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("policy", ["root", "blocks"])

@@ -113,6 +113,7 @@ def test_ours_of_every_kind_read_by_ours_and_stock(tmp_path: Path, kind: str) ->
     run_ranks(_read_stock, 2, str(tmp_path), "fsdp1", "momentum", expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stock_read_by_ours(tmp_path: Path, kind: str, flatten: bool) -> None:

@@ -119,6 +119,7 @@ def _lenient(
     return planner.skipped
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
 @pytest.mark.parametrize("reshaped", [False, True], ids=["new", "reshaped"])
 def test_siblings_of_what_is_skipped_are_loaded(

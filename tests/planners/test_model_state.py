@@ -344,6 +344,7 @@ def _rich_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> boo
     return recurse or type(module) is nn.Linear
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("mixed", [None, MIXED])
 def test_all_that_a_model_has(tmp_path: Path, mixed: Any, use_orig_params: bool) -> None:
@@ -413,6 +414,7 @@ def _next_forward(rank: int, world: int, path: str, options: dict[str, Any]) -> 
         assert_same(full(again), full(model))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize(
     "options",

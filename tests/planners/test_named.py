@@ -86,6 +86,7 @@ def _load_unnamed(rank: int, world: int, path: str, expected: Any) -> None:
     assert_same(full(model, optim)["state"], expected["state"])
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:Since we pass in param_groups")
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1_flat", "fsdp2", "ddp"])

@@ -42,6 +42,7 @@ CASES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("saved", "loaded"), CASES)
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 3), (3, 4)])
 def test_reshard(
@@ -51,6 +52,7 @@ def test_reshard(
     run_ranks(_load, after, str(tmp_path), loaded, expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("model", ["odd", "conv", "tied", "transformer", "frozen_block"])
 def test_reshard_models(tmp_path: Path, model: str, use_orig_params: bool) -> None:

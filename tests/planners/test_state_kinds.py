@@ -222,6 +222,7 @@ def _no_side_effects(rank: int, world: int, path: str, optim: str, use_orig_para
     assert_same(optimizer.state_dict()["state"], loaded["state"])  # in place
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("optim", ["adamw", "momentum", "fused", "tensor_lr"])
 def test_no_side_effects(tmp_path: Path, optim: str, use_orig_params: bool) -> None:
@@ -265,6 +266,7 @@ def _continues(rank: int, world: int, path: str, optim: str, use_orig_params: bo
         assert raw(left) == raw(right)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("optim", ["adamw", "amsgrad", "fused", "momentum", "nadam", "adagrad"])
 def test_training_continues_bit_for_bit(tmp_path: Path, optim: str, use_orig_params: bool) -> None:

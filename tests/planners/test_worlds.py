@@ -70,6 +70,7 @@ def _check_full(rank: int, world: int, path: str, expected: Any) -> None:
     assert_same(full_state(model, optim)["state"], expected["state"])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 def test_hybrid(tmp_path: Path, strategy: str, use_orig_params: bool) -> None:

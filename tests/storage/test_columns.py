@@ -70,6 +70,7 @@ WORST: dict[str, tuple[str, list[tuple[Any, Any]]]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("source", ["ours", "stock"])
 @pytest.mark.parametrize("case", WORST)
 def test_memory_time_and_bits(folders: dict[str, Path], case: str, source: str) -> None:

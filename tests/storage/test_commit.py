@@ -99,6 +99,7 @@ def test_every_call_can_fail(tmp_path: Path, overwrite: bool) -> None:
             assert_same(loaded(path), NEW)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", ["refuses", "says nothing"])
 @pytest.mark.parametrize("operation", ["write", "put"])
 def test_cleaning_up_has_one_time_limit(tmp_path: Path, operation: str, how: str) -> None:

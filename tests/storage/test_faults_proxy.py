@@ -129,6 +129,7 @@ TRANSIENT = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fault", list(TRANSIENT))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_load_outlives_transient_faults(
@@ -144,6 +145,7 @@ def test_a_load_outlives_transient_faults(
     assert [rule.hits for rule in rules] == [1, 1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fault", ["503", "500", "expired", "reset", "lost answer", "upload"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_save_outlives_transient_faults(
@@ -264,6 +266,7 @@ def test_a_commit_of_unknown_outcome_never_loses_both(
     assert place.holds(new)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("code", [403, 404])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_denied_and_missing_are_raised_at_once(
@@ -298,6 +301,7 @@ def test_a_denied_save_commits_nothing(server: EmbeddedS3, proxy: FaultProxy, ba
     assert server.secret_key not in text
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("where", ["metadata", "data", "body"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_load_from_a_silent_server_ends(
@@ -398,6 +402,7 @@ class _RowsPlanner(dcp.DefaultLoadPlanner):
         return LoadPlan(items)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_rank_reads_a_byte_twice(

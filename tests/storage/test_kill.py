@@ -180,6 +180,7 @@ def scene(request: pytest.FixtureRequest) -> Scene:
     return scene_on(request.getfixturevalue("embedded"), request.param)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("action", ACTIONS)
 def test_kill_a_rank(scene: Scene, action: str) -> None:
     for fraction, victim in moments(f"{action}", FEW):

@@ -38,6 +38,7 @@ def common(endpoint: S3Endpoint) -> dict[str, Any]:
     }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("more", [{}, {"allow_http": True}, {"token": None}, {"anon": False}])
 def test_one_set_of_options(moto: S3Endpoint, backend: Any, more: dict[str, Any]) -> None:

@@ -69,6 +69,7 @@ def causes(raised: pytest.ExceptionInfo[CheckpointException]) -> list[BaseExcept
     return [failure[0] for failure in raised.value.failures.values()]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rows", [500, 6000], ids=["small", "multipart"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_roundtrip_and_overwrite(weed: SeaweedS3, backend: str, rows: int) -> None:

@@ -52,6 +52,7 @@ def _is_refusal(error: BaseException, must: Refused) -> bool:
     return (isinstance(error, must.error) or quoted) and bool(re.search(must.match, text))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("case", "kind"), list(_cases()))
 def test_attack(case: Attack, kind: str, make_place: Callable[[str], Place]) -> None:
     place = make_place(kind)
