@@ -210,6 +210,7 @@ def test_the_same_processes_serve_every_world_size() -> None:
     assert _gone(*four)
 
 
+@pytest.mark.slow  # imports torch in two processes more
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
     program = f"""

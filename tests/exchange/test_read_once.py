@@ -20,6 +20,7 @@ from dcp_fsdp_osd import (
     StreamingReader,
     StreamingWriter,
 )
+from tests.breadth import always
 from tests.exchange.jobs import KINDS, CountingReader, large, whole, wrapped
 from tests.models import Mlp, train_steps
 from tests.planners.checks import assert_same, raw
@@ -110,7 +111,7 @@ def _seen(optim: Any) -> list[str]:
     return [hashlib.sha256(raw(t)).hexdigest() for t in _tensors(optim.state_dict()["state"])]
 
 
-@pytest.mark.parametrize("kind", ["hsdp", pytest.param("no_shard", marks=pytest.mark.slow), "ddp"])
+@pytest.mark.parametrize("kind", always(["hsdp"], ["hsdp", "no_shard", "ddp"]))
 def test_bytes_that_the_store_sends(s3: EmbeddedS3, kind: str) -> None:
     """Of all ranks together, at most 1.02 times what is there; without the exchange, all of it."""
     url, options = s3.url(kind), s3.storage_options

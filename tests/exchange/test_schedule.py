@@ -138,7 +138,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(saved, classes, ranks, draw(st.booleans()), draw(st.booleans()), sizes)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_every_rank_gets_what_it_wants_and_nothing_is_read_twice(case: Case) -> None:
     participants = case.participants()

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from dcp_fsdp_osd.storage.session import make_session
+from tests.breadth import always
 from tests.manager.jobs import Run, damage, digest, manager, raised
 from tests.ranks import run_ranks
 from tests.servers import EmbeddedS3, s3_server
@@ -48,7 +49,7 @@ def _in_bucket(rank: int, world: int, url: str, options: dict[str, Any]) -> None
         assert other.restored(saving) == 4 and digest(other) == digest(run)
 
 
-@pytest.mark.parametrize("backend", ["fsspec", "obstore"])
+@pytest.mark.parametrize("backend", always(["obstore"], ["fsspec", "obstore"]))
 def test_object_storage(s3: EmbeddedS3, backend: str) -> None:
     if backend == "obstore":
         pytest.importorskip("obstore")

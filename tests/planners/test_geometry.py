@@ -233,7 +233,7 @@ def _state(layout: FlatLayout, whole: dict[str, torch.Tensor]) -> dict[str, Any]
     return state
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_every_element_is_written_once_and_read_from_where_it_was_written(case: Any) -> None:
     shapes, before, after = case

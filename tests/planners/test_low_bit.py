@@ -178,14 +178,14 @@ def _go_on(model: nn.Module, optim: torch.optim.Optimizer, at: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "world", "options"),
     [
-        ("fsdp2", "AdamW8bit", 2, {}),
         ("fsdp2", "AdamW8bit", 2, {"block_size": 64}),
-        ("fsdp2", "AdamW4bit", 2, {}),
         ("fsdp2", "AdamWFp8", 2, {}),
         ("hsdp", "AdamW8bit", 4, {}),
         ("ddp", "AdamW4bit", 2, {"dtype": torch.bfloat16}),
-        ("columns", "AdamW8bit", 2, {}),
-        ("tp", "AdamW8bit", 4, {"shapes": {"thin": (4096, 3)}}),
+        pytest.param("fsdp2", "AdamW8bit", 2, {}, marks=pytest.mark.slow),
+        pytest.param("fsdp2", "AdamW4bit", 2, {}, marks=pytest.mark.slow),
+        pytest.param("columns", "AdamW8bit", 2, {}, marks=pytest.mark.slow),
+        pytest.param("tp", "AdamW8bit", 4, {"shapes": {"thin": (4096, 3)}}, marks=pytest.mark.slow),
     ],
 )
 def test_same_layout(tmp_path: Path, kind: str, name: str, world: int, options: Any) -> None:

@@ -170,13 +170,16 @@ def _save_all(rank: int, world: int, path: str, layouts: list[str], optims: list
         save(model, _by_stock(model, optim), f"{path}/{_name(name, world, optim)}")
 
 
-def _load_all(rank: int, world: int, layouts: list[str], saved: list[tuple[str, str]]) -> int:
-    """Load each of ``saved`` (optimizer, path) under each layout; how many loads that were."""
+def _load_all(rank: int, world: int, layouts: list[str], parts: list[list[tuple[str, str]]]) -> int:
+    """Load (optimizer, path) under each layout, of one part after the other in turn; how many
+    loads that were."""
     count = 0
-    for name, optim in itertools.product(layouts, dict.fromkeys(optim for optim, _ in saved)):
+    turns = zip(layouts, itertools.cycle(parts), strict=False)
+    pairs = [(name, part, optim) for name, part in turns for optim in dict(part)]
+    for name, part, optim in pairs:
         model = _TABLES[name](world)
         expected = _elements(_by_stock(model, optim).state_dict())
-        for path in (path for kind, path in saved if kind == optim):
+        for path in (path for kind, path in part if kind == optim):
             fresh = OPTIMIZERS[optim](model.parameters())
             found = differences(_elements(load(model, fresh, path)), expected)
             assert not found, (name, path, found[:5])
@@ -205,23 +208,26 @@ def _checkpoints(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("of", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("of", [pytest.param(1, marks=pytest.mark.slow), 6])
 def test_every_layout_to_every_layout(tmp_path: Path, of: int) -> None:
-    """At each world size from every ``of``-th of all checkpoints, so that each is loaded."""
+    """Each layout at each world size from every ``of``-th checkpoint, so that each is loaded."""
     worlds = (0, 1, 2, 4)
     saved = _checkpoints(tmp_path, LAYOUTS, worlds, ["adamw"])
     places = 3 * (len(LAYOUTS) - 1) + 1
     assert len(saved) == places
     expected = loads = 0
     for number, world in enumerate(worlds):
-        names, paths = _layouts(LAYOUTS, world), saved[number % of :: of]
-        loads += _run(_load_all, world, names, paths)
-        expected += len(names) * len(paths)
+        names = _layouts(LAYOUTS, world)
+        parts = [saved[first::of] for first in range(of)]
+        if of > 1:
+            parts = parts[number % of :] + parts[: number % of]
+        loads += _run(_load_all, world, names, parts)
+        expected += sum(len(parts[n % of]) for n in range(len(names)))
     assert loads == expected
     if of == 1:
         assert loads == places * places
     saved = _checkpoints(tmp_path, LAYOUTS, (0, 2), ["momentum"])  # has no scalars
-    loads = sum(_run(_load_all, world, [f"FSDP{world // 2}"], saved) for world in (2, 4))
+    loads = sum(_run(_load_all, world, [f"FSDP{world // 2}"], [saved]) for world in (2, 4))
     assert loads == 2 * len(LAYOUTS)
 
 
@@ -230,18 +236,19 @@ def test_variants_to_and_fro(tmp_path: Path) -> None:
     """Each variant to the layouts, from the layouts, and to other variants and world sizes."""
     variants = _checkpoints(tmp_path, VARIANTS, (2, 4), ["adamw"])
     layouts = _checkpoints(tmp_path, ["FSDP1 flat", "one process"], (0, 4), ["adamw"])
-    _run(_load_all, 0, ["one process"], variants)
-    _run(_load_all, 2, ["FSDP1", "FSDP2"], variants)
-    _run(_load_all, 2, _layouts(VARIANTS, 2), [*variants[1::4], *layouts])
-    _run(_load_all, 4, _layouts(VARIANTS, 4), [*variants[::4], *layouts])
+    halves = [variants[::2], variants[1::2]]
+    _run(_load_all, 0, ["one process"], [variants])
+    _run(_load_all, 2, ["FSDP1", "FSDP2"], halves)
+    _run(_load_all, 2, _layouts(VARIANTS, 2), [variants[1::6], layouts[:1], layouts[1:]])
+    _run(_load_all, 4, _layouts(VARIANTS, 4), [layouts[1:], variants[::6], layouts[:1]])
 
 
-def _next_steps(rank: int, world: int, path: str) -> None:
-    for name in _layouts([*LAYOUTS, *VARIANTS], world):
+def _next_steps(rank: int, world: int, path: str, table: list[str]) -> None:
+    for name in _layouts(table, world):
         model, fresh_model = _TABLES[name](world), _TABLES[name](world)
         # DDP adds up gradients in other buckets, so in another order, in its very first step.
         train_steps(fresh_model, torch.optim.SGD(fresh_model.parameters(), lr=0.0), 1)
-        for optim in [OPTIMIZERS[n] for n in ("adamw", "momentum")[: 1 + (name in LAYOUTS)]]:
+        for optim in [OPTIMIZERS[n] for n in ("adamw", "momentum")[: 1 + ("FSDP1" in name)]]:
             optimizer = optim(model.parameters())
             train_steps(model, optimizer, 2)
             where = f"{path}/{_name(name, world, type(optimizer).__name__)}"
@@ -258,9 +265,15 @@ def _next_steps(rank: int, world: int, path: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("world", [0, 4])
-def test_the_next_steps_are_those_of_a_run_that_never_stopped(tmp_path: Path, world: int) -> None:
-    _run(_next_steps, world, str(tmp_path))
+@pytest.mark.parametrize(
+    ("world", "table"),
+    [(0, LAYOUTS), (4, LAYOUTS), pytest.param(4, VARIANTS, marks=pytest.mark.slow)],
+    ids=["no group", "layouts", "variants"],
+)
+def test_the_next_steps_are_those_of_a_run_that_never_stopped(
+    tmp_path: Path, world: int, table: dict[str, Build]
+) -> None:
+    _run(_next_steps, world, str(tmp_path), list(table))
 
 
 def test_the_table_in_the_docs_names_every_layout() -> None:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import OptimStateKeyType
 
+from tests.breadth import always
 from tests.models import Mlp, train_steps, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, assert_same, load, make, save
 from tests.planners.test_interop import build, compare, full
@@ -74,7 +75,7 @@ def _save_2_3(rank: int, world: int, path: str, model: str, optim: str) -> tuple
     ("model", "optim", "keys"),
     [
         ("mlp", "adamw", ["optim.param_groups"]),
-        ("mlp", "momentum", ["optim.param_groups"]),
+        pytest.param("mlp", "momentum", ["optim.param_groups"], marks=pytest.mark.slow),
         ("mlp", "tensor_lr", ["optim.param_groups.0.lr", "optim.param_groups.0.params"]),
         ("frozen_mixed", "adamw", ["optim.param_groups"]),
     ],
@@ -177,7 +178,7 @@ def _prefixed(rank: int, world: int, path: str, kind: str, flatten: bool, old: b
     return full(model, optim)
 
 
-@pytest.mark.parametrize("kind", list(_PREFIXES))
+@pytest.mark.parametrize("kind", always(["compiled ddp", "fsdp", "torch 1.11"], _PREFIXES))
 def test_names_of_wrappers_left_in(tmp_path: Path, kind: str) -> None:
     for flatten, old in ((False, False), (True, False), (False, True)):
         path = str(tmp_path / f"{flatten}{old}")

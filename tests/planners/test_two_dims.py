@@ -190,8 +190,10 @@ def _save_all(rank: int, world: int, path: str, names: list[str]) -> None:
         dcp.save(state, storage_writer=writer, planner=FlatOptimSavePlanner(model, optim))
 
 
-def _load_all(rank: int, world: int, paths: list[str], names: list[str]) -> None:
-    for name in names:
+def _load_all(rank: int, world: int, all_paths: list[str], names: list[str], of: int = 1) -> None:
+    """Each of ``names`` from every ``of``-th path, in turn."""
+    for number, name in enumerate(names):
+        paths = all_paths[number % of :: of]
         model = _ALL[name](world)
         expected = _weights_as_state(model).state_dict()
         weights = [_local(param).clone() for param in model.parameters()]
@@ -215,8 +217,9 @@ def _load_all(rank: int, world: int, paths: list[str], names: list[str]) -> None
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_two_dimensions_to_and_fro(tmp_path: Path) -> None:
-    """Every pair, between 2 and 4 ranks, with sizes that TP divides unevenly too."""
+@pytest.mark.parametrize("of", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_two_dimensions_to_and_fro(tmp_path: Path, of: int) -> None:
+    """Every pair or a third, between 2 and 4 ranks, with sizes that TP divides unevenly too."""
     _save_all(0, 0, str(tmp_path), ["one process"])
     paths = {world: [str(tmp_path / "0 one process")] for world in (2, 4)}
     parallel = [name for name in LAYOUTS if name != "one process"]
@@ -226,8 +229,10 @@ def test_two_dimensions_to_and_fro(tmp_path: Path) -> None:
         run_ranks(_save_all, world, str(tmp_path), names)
         paths[world] += [f"{tmp_path}/{world} {name}" for name in names]
     _load_all(0, 0, paths[2] + paths[4][1:], ["one process"])
-    run_ranks(_load_all, 2, paths[4], [n for n in parallel if n != "FSDP1 over TP"], timeout=120)
-    run_ranks(_load_all, 4, paths[2], parallel, timeout=120)
+    run_ranks(
+        _load_all, 2, paths[4], [n for n in parallel if n != "FSDP1 over TP"], of, timeout=120
+    )
+    run_ranks(_load_all, 4, paths[2], parallel, of, timeout=120)
 
 
 @pytest.mark.slow
@@ -308,9 +313,9 @@ def _with_stock(rank: int, world: int, path: str, name: str) -> Any:
     [
         "FSDP1 over TP",
         "FSDP2 over TP",
-        "TP",
-        "FSDP1 hybrid over TP",
-        "FSDP2 copies over TP",
+        pytest.param("TP", marks=pytest.mark.slow),
+        pytest.param("FSDP1 hybrid over TP", marks=pytest.mark.slow),
+        pytest.param("FSDP2 copies over TP", marks=pytest.mark.slow),
     ],
 )
 def test_more_dimensions_and_stock(tmp_path: Path, name: str) -> None:

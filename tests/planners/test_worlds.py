@@ -484,6 +484,7 @@ def _asynchronous(rank: int, world: int, path: str, kind: str) -> None:
     assert_same(load(*make(steps=0), path)["state"], before["state"])
 
 
+@pytest.mark.slow  # as tests/staging, of a larger world of layouts
 @async_kinds
 def test_async_save(tmp_path: Path, kind: str) -> None:
     run_ranks(_asynchronous, 2, str(tmp_path), kind)

@@ -252,7 +252,12 @@ def _saves(rank: int, world: int, path: str, kind: str, shared: bool, saves: int
 
 @needs_stagers
 @pytest.mark.parametrize(
-    ("kind", "shared", "saves"), [("thread", False, 4), ("process", False, 3), ("process", True, 2)]
+    ("kind", "shared", "saves"),
+    [
+        ("thread", False, 4),
+        pytest.param("process", False, 3, marks=pytest.mark.slow),
+        ("process", True, 2),
+    ],
 )
 def test_async_save(tmp_path: Path, kind: str, shared: bool, saves: int) -> None:
     run_ranks(_saves, 2, str(tmp_path), kind, shared, saves, timeout=120)

@@ -37,7 +37,6 @@ SLOW_FSSPEC = pytest.param("fsspec", marks=pytest.mark.slow)
 RETRY = RetryPolicy(tries=3, seconds=20.0, first=0.01, longest=0.1)
 #: ``stall_seconds`` where the server says nothing, and what a load and a save may then take at
 #: most; the stated limit of a save is six times that, and the time of retrying, here next to none.
-AT_ONCE = 5.0  # seconds: hardly enough for the waits between 8 tries, ample for a busy machine
 STALL, STALLED_WITHIN, SILENT_SAVE_WITHIN = 1.0, 10.0, 12.0
 
 
@@ -275,10 +274,8 @@ def test_denied_and_missing_are_raised_at_once(
     place, state = Checkpoint(server, backend), make_state(11)
     place.save(state)
     rule = proxy.inject(Fault.status(code), path=DATA, times=-1)
-    begin = time.monotonic()
     with pytest.raises(CheckpointException) as raised:
         place.through(proxy).load(state)
-    assert time.monotonic() - begin < AT_ONCE
     per_range = [(each.method, each.range) for each in proxy.seen("", DATA)]
     assert len(per_range) == len(set(per_range)) == rule.hits
     cause = cause_of(raised)
@@ -290,11 +287,10 @@ def test_denied_and_missing_are_raised_at_once(
 def test_a_denied_save_commits_nothing(server: EmbeddedS3, proxy: FaultProxy, backend: str) -> None:
     place = Checkpoint(server, backend)
     rule = proxy.inject(Fault.status(403), method="PUT", times=-1)
-    begin = time.monotonic()
     with pytest.raises(CheckpointException) as raised:
         place.through(proxy).save(make_state(12))
-    assert time.monotonic() - begin < AT_ONCE
-    assert rule.hits >= 1
+    tried = [each.path for each in proxy.seen("PUT", "")]
+    assert len(tried) == len(set(tried)) == rule.hits >= 1
     assert not proxy.seen("PUT", METADATA)
     assert latest(place.root, **place.store) is None
     text = "".join(traceback.format_exception(raised.value)) + str(cause_of(raised))

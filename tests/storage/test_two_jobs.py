@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter
+from tests.breadth import always
 from tests.ranks import run_ranks
 from tests.servers import FaultProxy, S3Endpoint, fault_proxy, s3_server
 from tests.storage.fakes import Killed, Script
@@ -122,7 +123,7 @@ def _race(request: pytest.FixtureRequest, tmp_path: Path, where: str, rounds: in
     print(f"{where}: {rounds} rounds, won {won}")
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", always(["local", "s3fs", "obstore careless"], PLACES))
 def test_two_jobs(request: pytest.FixtureRequest, tmp_path: Path, where: str) -> None:
     _race(request, tmp_path, where, ROUNDS)
 
