@@ -60,6 +60,8 @@ _PRELOAD = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "dcp_fsdp_osd",
+    "tests.planners.checks",
 ]
 
 
