@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dcp_fsdp_osd.allocate import empty_for_reading
 from dcp_fsdp_osd.errors import LayoutError
+from dcp_fsdp_osd.misuse.own_group import check_own_group
 
 __all__ = ["FlatStager"]
 
@@ -73,7 +74,9 @@ class FlatStager(AsyncStager):
 
         Raises:
             LayoutError: a value that cannot be copied, named by its key.
+            ValueError: called by ``dcp.async_save`` over the group that training uses.
         """
+        check_own_group()
         state = {
             key: value.state_dict() if isinstance(value, Stateful) else value
             for key, value in state_dict.items()

@@ -27,6 +27,7 @@ from dcp_fsdp_osd.fsdp.weights import drop_unsharded, flat_shards, low_precision
 from dcp_fsdp_osd.layout.flat import Segment
 from dcp_fsdp_osd.layout.placements import dtensor_problem
 from dcp_fsdp_osd.misuse.arguments import check_model
+from dcp_fsdp_osd.misuse.own_group import check_own_group
 from dcp_fsdp_osd.stateful.guard import GUARD_KEY, Guard, NotADict, without_guard
 
 __all__ = ["FlatModelState", "ModelGuard"]
@@ -94,7 +95,9 @@ class FlatModelState(NotADict, Stateful):
         Raises:
             LayoutError: FSDP1 is in forward, backward or ``summon_full_params``, or a module
                 changes its own state dict.
+            ValueError: called by ``dcp.async_save`` over the group that training uses.
         """
+        check_own_group()
         guard = ModelGuard(problem="\n".join(unmet_params(self.model, replaced=False).values()))
         values: dict[str, Any] = {GUARD_KEY: guard}
         if guard.problem:

@@ -14,6 +14,7 @@ from dcp_fsdp_osd.errors import LayoutError
 from dcp_fsdp_osd.fsdp.optim import Target, describe_target
 from dcp_fsdp_osd.layout.flat import FlatLayout
 from dcp_fsdp_osd.misuse.arguments import check_optim
+from dcp_fsdp_osd.misuse.own_group import check_own_group
 from dcp_fsdp_osd.optim_class import describe_optim
 from dcp_fsdp_osd.stateful.guard import GUARD_KEY, Guard, NotADict
 
@@ -90,7 +91,12 @@ class FlatOptimState(NotADict, Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         """``optim.state_dict()`` (its tensors, not copies), with its layout, and a guard against
-        other planners."""
+        other planners.
+
+        Raises:
+            ValueError: called by ``dcp.async_save`` over the group that training uses.
+        """
+        check_own_group()
         return {GUARD_KEY: OptimGuard.of(self.model, self.optim), **self.optim.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
