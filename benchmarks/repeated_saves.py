@@ -1,37 +1,56 @@
 """What planning costs in the first save and in those after it, for many simulated ranks.
 
-    python -m benchmarks.repeated_saves [--ranks 256 1024] [--flat] [--json out.json]
+    python -m benchmarks.repeated_saves [--ranks 256 1024] [--real 4] [--flat] [--json out.json]
 
 One process plays all ranks of Llama-3-8B under FSDP1, wrapped per block, with AdamW: names and
 numbers of tensors are that model's, their sizes 1/4096 of it, as planning moves no element.  Each
 rank makes its local plan; what DCP sends is pickled, the coordinator unpickles all plans, makes the
-global plan and pickles the answers.  Between saves the step and the learning rate change.
+global plan and pickles the answers; then each rank's results of writing, which nobody writes here,
+go to the coordinator, which makes the bytes of ``.metadata``.  Between saves the step and the
+learning rate change.
 
-Columns: ``coordinator``, seconds in which all ranks wait for it (unpickle, plan, pickle); ``rank``,
-seconds of one rank for its local plan and its answer, mean; ``up`` and ``down``, KB of one rank's
-plan and answer as sent, mean; ``of first``, coordinator and rank together as a share of the first
-save's.
+Columns: ``coordinator``, seconds in which all ranks wait for it (unpickle, plan, pickle, unpack
+results); ``rank``, seconds of one rank for its local plan, its answer and its results, mean; ``up``
+and ``down``, KB of one rank's plan and answer as sent, ``results``, KB of what it has written,
+mean; ``of first``, coordinator and rank together as a share of the first save's; ``metadata``,
+seconds for filling and pickling ``.metadata``, which is new in each save.
+
+``--real`` saves the same model with gloo ranks to local disk: ``whole``, seconds of the slowest
+rank; ``plan``, the part of them that is neither writing nor ``.metadata`` and its commit (the
+collectives, and waiting in them for ranks that write longer, included); ``of first`` of that.
 """
 
 from __future__ import annotations
 
 import argparse
 import pickle
+import tempfile
 import time
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from benchmarks.launch import run_ranks
 from benchmarks.measure import table, write_json
 from dcp_fsdp_osd import FlatOptimSavePlanner
 from dcp_fsdp_osd.layout import FlatLayout, Unit, simulate
+from dcp_fsdp_osd.storage.metadata import (
+    KIND_TENSOR,
+    EntryInfo,
+    dump_metadata,
+    fill_metadata,
+    no_collections,
+)
+from dcp_fsdp_osd.storage.results import pack_results, unpack_results
 
-__all__ = ["main"]
+__all__ = ["Rank", "llama", "main"]
 
 _SAVES = 3
 
 
-def _llama(flat: bool) -> list[Unit]:
+def llama(flat: bool) -> list[Unit]:
     width, hidden, vocabulary, keys = 64, 224, 2004, 16  # 1/64 of 4096, 14336, 128256, 1024
     block = {
         "self_attn.q_proj.weight": (width, width),
@@ -56,9 +75,9 @@ def _llama(flat: bool) -> list[Unit]:
     return [Unit(tuple(each.items()), use_orig_params=not flat) for each in named]
 
 
-class _Rank:
-    def __init__(self, layout: FlatLayout) -> None:
-        self.layout = layout
+class Rank:
+    def __init__(self, layout: FlatLayout, number: int = 0) -> None:
+        self.number = number
         self.planner = FlatOptimSavePlanner.from_layouts({"optim": layout})
         self.tensors = [torch.zeros(param.numel) for param in layout.params]
 
@@ -75,47 +94,94 @@ class _Rank:
         self.planner.set_up_planner(self.state(step), None, coordinator)
         return pickle.dumps(self.planner.create_local_plan())
 
-    def finish(self, answer: bytes) -> None:
-        self.planner.finish_plan(pickle.loads(answer))
+    def finish(self, answer: bytes) -> bytes:
+        """The results of writing, as sent."""
+        plan = self.planner.finish_plan(pickle.loads(answer))
+        name = f"__{self.number}_0_{'a' * 32}.distcp"
+        entries, position = [], 0
+        for item in plan.items:
+            nbytes = item.tensor_data.chunk.sizes.numel() * 4 if item.tensor_data else 100
+            crc = zlib.crc32(repr(item.index).encode())
+            info = EntryInfo(
+                name, position, nbytes + 2048, KIND_TENSOR, crc, 704, nbytes, "float32"
+            )
+            entries.append((item.index, info))
+            position += info.length
+        return pickle.dumps(pack_results(entries, "crc32c"))
 
 
-def _save(ranks: list[_Rank], step: int) -> dict[str, float]:
-    start = time.perf_counter()
+def _save(ranks: list[Rank], step: int) -> dict[str, float]:
+    clock = time.perf_counter
+    start = clock()
     sent = [rank.plan(step, rank is ranks[0]) for rank in ranks]
-    planned = time.perf_counter()
-    plans, _ = ranks[0].planner.create_global_plan([pickle.loads(each) for each in sent])
+    planned = clock()
+    plans, metadata = ranks[0].planner.create_global_plan([pickle.loads(each) for each in sent])
     answers = [pickle.dumps(plan) for plan in plans]
-    answered = time.perf_counter()
-    for rank, answer in zip(ranks, answers, strict=True):
-        rank.finish(answer)
-    own = (planned - start + time.perf_counter() - answered) / len(ranks)
+    answered = clock()
+    results = [rank.finish(answer) for rank, answer in zip(ranks, answers, strict=True)]
+    written = clock()
+    with no_collections():
+        entries, _ = unpack_results([pickle.loads(each) for each in results])
+        unpacked = clock()
+        fill_metadata(metadata, entries, "crc32c")
+        dump_metadata(metadata)
+    filled = clock()
     return {
-        "coordinator": answered - planned,
-        "rank": own,
+        "coordinator": answered - planned + unpacked - written,
+        "rank": (planned - start + written - answered) / len(ranks),
         "up": sum(map(len, sent)) / len(sent) / 1e3,
         "down": sum(map(len, answers)) / len(answers) / 1e3,
+        "results": sum(map(len, results)) / len(results) / 1e3,
+        "metadata": filled - unpacked,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--flat", action="store_true", help="use_orig_params=False")
-    parser.add_argument("--json")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    units = _llama(args.flat)
-    rows, results = [], {}
-    for world in args.ranks:
-        ranks = [_Rank(simulate(units, world_size=world, rank=rank)) for rank in range(world)]
+def _simulated(worlds: list[int], units: list[Unit]) -> dict[str, list[dict[str, float]]]:
+    rows, found = [], {}
+    for world in worlds:
+        ranks = [Rank(simulate(units, world_size=world, rank=rank), rank) for rank in range(world)]
         saves = [_save(ranks, step) for step in range(1, _SAVES + 1)]
-        results[str(world)] = saves
+        found[str(world)] = saves
         first = saves[0]["coordinator"] + saves[0]["rank"]
         for number, save in enumerate(saves, 1):
-            share = (save["coordinator"] + save["rank"]) / first
-            rows.append([f"{world} ranks, save {number}", *save.values(), share])
-    print(table(rows, header=["", "coordinator", "rank", "up", "down", "of first"]))
-    write_json(args.json, {"saves": results})
+            save["of first"] = (save["coordinator"] + save["rank"]) / first
+            rows.append([f"{world} ranks, save {number}", *save.values()])
+    print(table(rows, header=["", *saves[0]]))
+    return found
+
+
+def _real(world: int, flat: bool) -> list[dict[str, float]]:
+    from benchmarks.repeated_saves_ranks import Job
+
+    with tempfile.TemporaryDirectory(prefix="repeated-saves-") as folder:
+        job = Job(folder, 2 * _SAVES, flat)
+        ranks = run_ranks("benchmarks.repeated_saves_ranks", job, world, timeout=300)
+    found = []
+    for of_ranks in zip(*ranks, strict=True):
+        whole = max(each["whole"] for each in of_ranks)
+        # Of rank 0, which coordinates: what others do meanwhile does not add up with it.
+        own = of_ranks[0]
+        plan = own["whole"] - own["write"] - own["metadata"] - own["commit"]
+        found.append({"whole": whole, "plan": plan})
+    for save in found:
+        save["of first"] = save["plan"] / found[0]["plan"]
+    rows = [[f"save {number}", *save.values()] for number, save in enumerate(found, 1)]
+    print(table(rows, header=[f"{world} real ranks", *found[0]]))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--real", type=int, help="save with so many real ranks too")
+    parser.add_argument("--flat", action="store_true", help="use_orig_params=False")
+    parser.add_argument("--json")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"saves": _simulated(args.ranks, llama(args.flat))}
+    if args.real:
+        results["real"] = _real(args.real, args.flat)
+    write_json(args.json, results)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import exchange, stock_vs_ours
+from benchmarks import exchange, repeated_saves, stock_vs_ours
 
 
 @pytest.mark.slow
@@ -71,3 +71,23 @@ def test_exchange_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert not any(one["auto"] for one in document["sweep"])
     assert document["setup"][0]["agree"] > 0
     assert not [left for left in tmp_path.iterdir() if left != path]
+
+
+@pytest.mark.parametrize(
+    "options", [["--ranks", "16"], pytest.param(["--real", "4"], marks=pytest.mark.slow)], ids=str
+)
+def test_repeated_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    path = tmp_path / "figures.json"
+    repeated_saves.main(["--ranks", "16", *options, "--json", str(path)])
+    document = json.loads(path.read_text())
+    first, *later = document["saves"]["16"]
+    assert len(later) == 2
+    for save in later:
+        assert save["up"] < first["up"] / 20 and save["down"] < first["down"] / 20
+        assert save["of first"] < 0.5
+        assert 0 < save["results"] < 8
+    if "--real" in options:
+        assert [save["of first"] < 1 for save in document["real"]].count(True) == 5
+    assert "16 ranks, save 3" in capsys.readouterr().out

@@ -21,20 +21,17 @@ from dcp_fsdp_osd.storage.metadata import EntryInfo
 __all__ = ["Entry", "pack_results", "unpack_results"]
 
 Entry = tuple[MetadataIndex, EntryInfo]
-_NUMBERS = ("offset", "length", "kind", "crc", "payload", "nbytes")
 _NONE = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class _Columns:
-    """Entries, column by column; in ``hints``, ``dims`` and ``numbers``, -1 stands for None.
+    """Entries, column by column; -1 stands for None.
 
     Attributes:
-        names, files, dtypes: of each entry.
         hints: ``MetadataIndex.index``.
         dims: of ``MetadataIndex.offset``.
-        offsets: those of all entries, one after the other.
-        numbers: of each of ``_NUMBERS`` one column.
+        offsets: the elements of all of these, one after the other.
     """
 
     names: list[str]
@@ -43,43 +40,48 @@ class _Columns:
     hints: array[int]
     dims: array[int]
     offsets: array[int]
-    numbers: tuple[array[int], ...]
+    kinds: array[int]
+    crcs: array[int]
+    starts: array[int]
+    lengths: array[int]
+    payloads: array[int]
+    nbytes: array[int]
 
     @classmethod
     def of(cls, entries: Sequence[Entry]) -> _Columns:
         indices, infos = [index for index, _ in entries], [info for _, info in entries]
+        sizes = [index.offset for index in indices]
+        hints = [index.index for index in indices]
+        kinds, crcs = [info.kind for info in infos], [info.crc for info in infos]
         return cls(
             [index.fqn for index in indices],
             [info.name for info in infos],
             [info.dtype for info in infos],
-            _column(index.index for index in indices),
-            _column(None if index.offset is None else len(index.offset) for index in indices),
-            array("q", [at for index in indices for at in index.offset or ()]),
-            tuple(_column(getattr(info, name) for info in infos) for name in _NUMBERS),
+            array("q", [_NONE if hint is None else hint for hint in hints]),
+            array("q", [_NONE if size is None else len(size) for size in sizes]),
+            array("q", [at for size in sizes if size is not None for at in size]),
+            array("q", [_NONE if kind is None else kind for kind in kinds]),
+            array("q", [_NONE if crc is None else crc for crc in crcs]),
+            array("q", [info.offset for info in infos]),
+            array("q", [info.length for info in infos]),
+            array("q", [info.payload for info in infos]),
+            array("q", [info.nbytes for info in infos]),
         )
 
     def entries(self) -> Iterator[Entry]:
-        offsets = iter(self.offsets)
-        rows = zip(self.names, self.hints, self.dims, self.files, self.dtypes, strict=True)
-        for (name, hint, dims, file, dtype), numbers in zip(
-            rows, zip(*self.numbers, strict=True), strict=True
-        ):
-            at = None if dims == _NONE else torch.Size([next(offsets) for _ in range(dims)])
-            start, length, kind, crc, payload, nbytes = numbers
-            yield (
-                MetadataIndex(name, at, _or_none(hint)),
-                EntryInfo(
-                    file, start, length, _or_none(kind), _or_none(crc), payload, nbytes, dtype
-                ),
-            )
-
-
-def _column(values: Iterable[int | None]) -> array[int]:
-    return array("q", [_NONE if value is None else value for value in values])
-
-
-def _or_none(value: int) -> int | None:
-    return None if value == _NONE else value
+        position = 0
+        for name, file, dtype, hint, dims, kind, crc, start, length, payload, nbytes in zip(
+            self.names, self.files, self.dtypes, self.hints, self.dims, self.kinds, self.crcs,
+            self.starts, self.lengths, self.payloads, self.nbytes, strict=True,
+        ):  # fmt: skip
+            offset = None
+            if dims != _NONE:
+                offset = torch.Size(self.offsets[position : position + dims])
+                position += dims
+            index = MetadataIndex(name, offset, None if hint == _NONE else hint)
+            known = None if kind == _NONE else kind
+            checksum = None if crc == _NONE else crc
+            yield index, EntryInfo(file, start, length, known, checksum, payload, nbytes, dtype)
 
 
 @dataclasses.dataclass(frozen=True)

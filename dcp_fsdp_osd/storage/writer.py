@@ -264,7 +264,7 @@ class StreamingWriter(HasRole, StorageWriter):
     @portable_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check every file's size, then commit, then delete what was overwritten."""
-        with no_collections():
+        with self.stats.timed("metadata"), no_collections():
             entries, used = unpack_results(results)
             if len(used) > 1:
                 raise StorageError(
