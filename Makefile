@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Two at a time: while ranks of one test wait for each other, another test uses the cores.
-PYTEST := -q -n 2 --dist loadfile
+# Three at a time: while ranks of one test wait for each other, others use the cores.
+PYTEST := -q -n 3 --dist loadfile --no-loadscope-reorder
 
 # Another torch, from PyPI with gigabytes of CUDA: make test-torch TORCH=2.6.0 [TESTS=tests/storage]
 TORCH ?= 2.6.0

@@ -24,9 +24,23 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     pytest.skip(gap)
 
 
+_LONG = (
+    "tests/test_examples.py",
+    "tests/planners/test_matrix.py",
+    "tests/planners/test_model_state.py",
+    "tests/exchange/test_faults.py",
+    "tests/storage/test_faults_proxy.py",
+    "tests/storage/test_kill.py",
+    "tests/test_long_training.py",
+)
+"""What takes longest begins first, so that no process is left with it alone at the end."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test that is marked ``each_value``, what adds no value of any parameter is slow."""
+    order = {file: number for number, file in enumerate(_LONG)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(_LONG)))
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("each_value"):

@@ -175,6 +175,7 @@ def test_500_steps_at_changing_world_sizes(tmp_path: Path) -> None:
     _check_any_world(tmp_path, 500, 25)
 
 
+@pytest.mark.slow  # beside the one at changing world sizes
 def test_steps_at_one_world_size(tmp_path: Path) -> None:
     _check_one_world(tmp_path, 40, 5)
 

@@ -151,7 +151,10 @@ def _asynchronous(rank: int, world: int, folder: str, kind: str) -> None:
 
 
 @lacks(not HAS_STAGERS, "dcp.async_save(async_stager=...)")
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize(
+    "kind",
+    ["thread", pytest.param("process", marks=() if ON_GPU else pytest.mark.slow)],
+)
 def test_asynchronous_saves(tmp_path: Path, kind: str) -> None:
     run_ranks(_asynchronous, 1, str(tmp_path), kind, timeout=120)
 
