@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.heap import release_freed_memory
 from benchmarks.launch import report
-from benchmarks.measure import Measured, interleave
+from benchmarks.measure import Measured, interleave, raw_bytes
 from benchmarks.s3_server import EmbeddedS3
 from benchmarks.storage_variants import Place
 from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimSavePlanner, StreamingReader
@@ -185,10 +185,7 @@ class _Bench:
         return [value for state in states for _, value in sorted(state.items())]
 
     def _digests(self) -> list[int]:
-        return [
-            zlib.crc32(memoryview(value.detach().reshape(-1).view(torch.uint8).numpy()))
-            for value in self._tensors()
-        ]
+        return [zlib.crc32(raw_bytes(value)) for value in self._tensors()]
 
     # ------------------------------------------------------------ checkpoints
 

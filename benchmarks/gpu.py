@@ -27,7 +27,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from benchmarks.measure import interleave, median, table, write_json
+from benchmarks.measure import interleave, median, raw_bytes, table, write_json
 from dcp_fsdp_osd import (
     FlatModelState,
     FlatOptimLoadPlanner,
@@ -42,10 +42,6 @@ __all__ = ["main"]
 
 _WIDTH = 4096
 _RAW, _COPY = "raw IO", "pinned copy"
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 class _Bench:
@@ -95,7 +91,7 @@ class _Bench:
         def raw() -> None:
             with (self.folder / "raw").open("wb", buffering=0) as file:
                 for tensor in self.resident:
-                    file.write(_bytes(tensor))
+                    file.write(raw_bytes(tensor))
                 os.fsync(file.fileno())
 
         def stock() -> None:
@@ -122,7 +118,7 @@ class _Bench:
         def raw() -> None:
             with (self.folder / "raw").open("rb", buffering=0) as file:
                 for tensor in self.resident:
-                    if file.readinto(_bytes(tensor)) != tensor.nbytes:
+                    if file.readinto(raw_bytes(tensor)) != tensor.nbytes:
                         raise OSError("short read")
 
         def stock() -> None:

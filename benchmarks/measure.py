@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 __all__ = [
     "Measured",
     "PeakMemory",
@@ -28,6 +30,7 @@ __all__ = [
     "machine",
     "measure",
     "median",
+    "raw_bytes",
     "rss_bytes",
     "table",
     "write_json",
@@ -49,6 +52,11 @@ class Measured:
     cpu: float
     peak_extra: int
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 def rss_bytes() -> int:
@@ -188,8 +196,6 @@ def combine(ranks: Sequence[Sequence[Measured]]) -> dict[str, float]:
 
 def machine() -> dict[str, Any]:
     """What the figures were taken on."""
-    import torch
-
     return {
         "cores": os.cpu_count(),
         "python": platform.python_version(),

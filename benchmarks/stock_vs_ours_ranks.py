@@ -34,7 +34,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from benchmarks.heap import release_freed_memory
 from benchmarks.launch import report
-from benchmarks.measure import Measured, interleave
+from benchmarks.measure import Measured, interleave, raw_bytes
 from benchmarks.wire import WireBytes
 from dcp_fsdp_osd import (
     FlatOptimLoadPlanner,
@@ -94,10 +94,6 @@ class _Model(nn.Module):
         return x
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
-
-
 class Bench:
     """The optimizer's state alone; :mod:`benchmarks.stock_vs_ours_whole` has all of a training."""
 
@@ -134,7 +130,7 @@ class Bench:
         return [value for state in states for _, value in sorted(state.items())]
 
     def _digests(self) -> list[int]:
-        return [zlib.crc32(_bytes(value)) for value in self._tensors()]
+        return [zlib.crc32(raw_bytes(value)) for value in self._tensors()]
 
     def _live_state(self) -> None:
         """A new optimizer whose state is there, in resident memory, with wrong values."""
@@ -171,7 +167,7 @@ class Bench:
         def raw() -> None:
             with (self.folder / f"raw-{self.rank}").open("wb", buffering=0) as file:
                 for tensor in self._tensors():
-                    file.write(_bytes(tensor))
+                    file.write(raw_bytes(tensor))
                 if self.job.fsync:
                     os.fsync(file.fileno())
 
@@ -252,7 +248,7 @@ class Bench:
     def _read_raw(self, tensors: list[torch.Tensor]) -> None:
         with (self.folder / f"raw-{self.rank}").open("rb", buffering=0) as file:
             for tensor in tensors:
-                if file.readinto(_bytes(tensor)) != tensor.nbytes:
+                if file.readinto(raw_bytes(tensor)) != tensor.nbytes:
                     raise OSError("short read")
 
     def prepare_load(self) -> None:
