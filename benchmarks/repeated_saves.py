@@ -35,13 +35,13 @@ import torch
 from benchmarks.launch import run_ranks
 from benchmarks.measure import table, write_json
 from dcp_fsdp_osd import FlatOptimSavePlanner
+from dcp_fsdp_osd.compact import no_collections
 from dcp_fsdp_osd.layout import FlatLayout, Unit, simulate
 from dcp_fsdp_osd.storage.metadata import (
     KIND_TENSOR,
     EntryInfo,
     dump_metadata,
     fill_metadata,
-    no_collections,
 )
 from dcp_fsdp_osd.storage.results import pack_results, unpack_results
 

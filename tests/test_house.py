@@ -28,7 +28,7 @@ FLOORS = (
     ("layout",),
     ("optim_class", "containers"),
     ("allocate",),
-    ("tree", "compat"),
+    ("tree", "compat", "compact"),
     ("errors",),
 )
 """Each floor imports from those below it only."""

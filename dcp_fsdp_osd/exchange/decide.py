@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from dcp_fsdp_osd.compact import no_collections
 from dcp_fsdp_osd.compat import job_store
 from dcp_fsdp_osd.errors import CheckpointMismatchError
 from dcp_fsdp_osd.exchange.messages import RankSchedule
@@ -25,7 +26,6 @@ from dcp_fsdp_osd.exchange.schedule import plan_exchange
 from dcp_fsdp_osd.exchange.transport import Channels
 from dcp_fsdp_osd.exchange.worker import Exchange
 from dcp_fsdp_osd.storage.location import is_local
-from dcp_fsdp_osd.storage.metadata import no_collections
 
 __all__ = ["Broadcast", "RankReads", "SharedReads", "about_reader", "describe", "plan_reads"]
 

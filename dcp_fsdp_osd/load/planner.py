@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from dcp_fsdp_osd.compact import compact
 from dcp_fsdp_osd.errors import (
     CheckpointMismatchError,
     ExchangeError,
@@ -273,7 +274,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             identify(self.metadata),
         )
         plan = dataclasses.replace(plan, items=items, planner_data=report)
-        return watched(self._in_use.hold(plan), "load")
+        return watched(self._in_use.hold(compact(plan)), "load")
 
     def _place(self, item: ReadItem) -> tuple[torch.dtype | None, torch.device]:
         """The dtype and device of what ``item`` is read to; nothing is allocated."""
@@ -315,7 +316,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         agreed = [Agreed(skipped, shared[rank] if shared else None) for rank in range(len(reports))]
         return super().create_global_plan(
             [
-                dataclasses.replace(plan, planner_data=each)
+                compact(dataclasses.replace(plan, planner_data=each))
                 for plan, each in zip(global_plan, agreed, strict=True)
             ]
         )

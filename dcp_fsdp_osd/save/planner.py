@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.tensor import DTensor
 
 from dcp_fsdp_osd.checkpoint import INFO_KEY, SavedInfo, is_flattened
+from dcp_fsdp_osd.compact import compact, no_collections
 from dcp_fsdp_osd.errors import LayoutError
 from dcp_fsdp_osd.fsdp.optim import check_unwrapped, describe_targets
 from dcp_fsdp_osd.layout.flat import FlatLayout
@@ -304,7 +305,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         sent = self.plan
         if again is not None:
             sent = dataclasses.replace(self.plan, items=[], planner_data=again)
-        return watched(self._in_use.hold(sent), "save")
+        return watched(self._in_use.hold(compact(sent)), "save")
 
     # ------------------------------------------------------------ global plan
 
@@ -316,6 +317,11 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 the model, other values between any ranks, or elements of a state tensor are held
                 by no rank that takes part.
         """
+        with no_collections():
+            plans, metadata = self._global_plan(all_plans)
+        return [compact(plan) for plan in plans], metadata
+
+    def _global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         known, self._plans = self._plans, None
         if not all(isinstance(plan.planner_data, LocalData | Again) for plan in all_plans):
             raise LayoutError("expected FlatOptimSavePlanner on every rank, found another planner")

@@ -16,15 +16,13 @@ metadata and refuses any other.
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
-import gc
 import io
 import pickle
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_fsdp_osd.compact import no_collections
 from dcp_fsdp_osd.compat import reduce_properties
 from dcp_fsdp_osd.errors import CorruptCheckpointError, UnsafeCheckpointError
 from dcp_fsdp_osd.storage.cover import check_chunks, check_entries
@@ -57,7 +56,6 @@ __all__ = [
     "fill_metadata",
     "load_metadata",
     "metadata_name",
-    "no_collections",
     "storage_info",
 ]
 
@@ -265,18 +263,6 @@ def load_metadata(
     """
     with no_collections():
         return _load_metadata(data, what, allow_pickle=allow_pickle, rank=rank)
-
-
-@contextlib.contextmanager
-def no_collections() -> Iterator[None]:
-    """Without the cycle collector, which would walk millions of new objects again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _load_metadata(data: bytes, what: str, *, allow_pickle: bool, rank: int | None) -> Metadata:

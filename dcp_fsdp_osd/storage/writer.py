@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from dcp_fsdp_osd.compact import no_collections
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.misuse.arguments import HasRole, check_path, check_positive
 from dcp_fsdp_osd.misuse.waiting import watched
@@ -20,7 +21,7 @@ from dcp_fsdp_osd.storage.checksum import best_checksum
 from dcp_fsdp_osd.storage.commit import Committer
 from dcp_fsdp_osd.storage.files import FileWriter
 from dcp_fsdp_osd.storage.flat_guard import check_flat_pieces
-from dcp_fsdp_osd.storage.metadata import dump_metadata, fill_metadata, no_collections
+from dcp_fsdp_osd.storage.metadata import dump_metadata, fill_metadata
 from dcp_fsdp_osd.storage.pack import item_bytes, plan_files
 from dcp_fsdp_osd.storage.results import pack_results, unpack_results
 from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors

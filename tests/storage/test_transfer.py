@@ -494,7 +494,7 @@ def test_a_bar_on_rank_0_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stats(tmp_path: Path) -> None:
     writer = save(tmp_path / "c", Script())
-    assert set(writer.stats.seconds) == {"prepare", "write", "commit"}
+    assert set(writer.stats.seconds) == {"prepare", "write", "metadata", "commit"}
     assert (
         writer.stats.bytes
         >= writer.stats.needed
