@@ -14,6 +14,8 @@ import dcp_fsdp_osd
 ROOT = Path(dcp_fsdp_osd.__file__).parent
 FLOORS = (
     ("dcp_fsdp_osd",),
+    ("cli",),
+    ("tools",),
     ("manager",),
     ("verify",),
     ("save",),

@@ -114,7 +114,7 @@ class Steps:
         """
         committed = self.committed()
         for step in retention.obsolete(committed, newest, self.damaged):
-            self._remove(step)
+            self.remove(step)
             self.damaged.discard(step)
         with self._all() as session:
             begun = _numbers(session.call(session.store.folders, "list", Stats()))
@@ -126,7 +126,7 @@ class Steps:
         """Its own for each call: they come from several threads."""
         return contextlib.closing(make_session(self.url, **self._options))
 
-    def _remove(self, step: int) -> None:
+    def remove(self, step: int) -> None:
         """The metadata first: whatever ends this, no checkpoint of which a part is gone is left."""
         with contextlib.closing(self.session(step)) as session:
             stats = Stats()

@@ -1,0 +1,180 @@
+"""What commands have in common: options, tables and JSON, progress, errors as one line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_fsdp_osd.errors import CorruptCheckpointError, FlatOptimError
+from dcp_fsdp_osd.storage.redact import redact
+from dcp_fsdp_osd.tools.opened import Progress, no_progress
+
+__all__ = [
+    "BackendOption",
+    "JsonOption",
+    "StorageOptions",
+    "errors_as_lines",
+    "parse_options",
+    "print_json",
+    "print_table",
+    "progress_bar",
+    "say",
+    "size_text",
+]
+
+_WIDE = 400  # columns where the output is no terminal: nothing is cut there
+
+StorageOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option",
+        "-o",
+        metavar="KEY=VALUE",
+        help="An option of the storage client (endpoint_url, region, key, secret, token, anon, "
+        "allow_http, or its own); repeat it for more. Secrets are better left to the environment.",
+    ),
+]
+BackendOption = Annotated[
+    str, typer.Option("--backend", help="auto, local, obstore or fsspec.", metavar="NAME")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def parse_options(
+    pairs: Sequence[str] | None, backend: str, *, hint: str = "--storage-option"
+) -> dict[str, Any]:
+    """``backend`` and ``storage_options`` for the library.
+
+    Values are texts, but for ``true``, ``false``, ``null`` and JSON objects and lists.
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs or ():
+        name, mark, value = pair.partition("=")
+        if not mark or not name:
+            raise typer.BadParameter("expected KEY=VALUE, found no '=' in it", param_hint=hint)
+        if name in options:
+            raise typer.BadParameter(f"{name} is given twice", param_hint=hint)
+        options[name] = value
+        if value in ("true", "false", "null") or value[:1] in ("{", "["):
+            try:
+                options[name] = json.loads(value)
+            except ValueError:  # the value may be a secret
+                raise typer.BadParameter(
+                    f"{name}: expected JSON after '{value[:1]}'", param_hint=hint
+                ) from None
+    return {"backend": backend, "storage_options": options}
+
+
+def size_text(nbytes: float) -> str:
+    """``1.5 GiB``."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    power = min(int(math.log(nbytes, 1024)), 5)
+    return f"{nbytes / 1024**power:.1f} {'KMGTP'[power - 1]}iB"
+
+
+def _console() -> Console:
+    """Made anew each time, because a test may have put another stream in place."""
+    return Console(
+        highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDE, markup=False
+    )
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """A line of text; to stderr with `error`."""
+    if error:
+        print(text, file=sys.stderr)
+    else:
+        _console().print(text)
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()
+) -> None:
+    """Rows of texts below a line of names; those named in `right` end at one column."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(
+            name,
+            justify="right" if name in right else "left",
+            overflow="fold",
+            no_wrap=name in right,
+        )
+    for row in rows:
+        table.add_row(*row)
+    console = _console()
+    console.soft_wrap = False
+    console.print(table)
+
+
+def print_json(value: Any) -> None:
+    """A value of the library's as JSON."""
+    print(json.dumps(_plain(value), indent=2, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:  # noqa: PLR0911 (a table of kinds)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, complex):
+        return [_plain(value.real), _plain(value.imag)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has none of these
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return repr(value)
+
+
+@contextlib.contextmanager
+def progress_bar(what: str) -> Iterator[Progress]:
+    """A bar on stderr while a block runs, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield no_progress
+        return
+    columns = (
+        "{task.description}",
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def errors_as_lines(options: Mapping[str, Any]) -> Iterator[None]:
+    """Errors as one line on stderr: exit status 1 for damage, 2 for anything else."""
+    failure: BaseException
+    try:
+        yield
+        return
+    except CheckpointException as error:
+        failure = next(
+            (each[0] if isinstance(each, tuple) else each for each in error.failures.values()),
+            error,
+        )
+    except (FlatOptimError, OSError, ValueError, NotImplementedError) as error:
+        failure = error
+    secrets = options.get("storage_options") or {}
+    say(f"dcp-osd: {redact(str(failure) or type(failure).__name__, secrets)}", error=True)
+    raise typer.Exit(1 if isinstance(failure, CorruptCheckpointError) else 2)

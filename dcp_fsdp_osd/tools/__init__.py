@@ -1,0 +1,30 @@
+"""What is done with checkpoints when no training runs: look into one, check it, turn it, plan a
+load of it.
+
+One process, no process group, no GPU, bounded memory; paths and URLs alike.  The commands of
+``dcp-osd`` (``dcp_fsdp_osd.cli``) are calls into this.
+"""
+
+from dcp_fsdp_osd.tools.check import Problem, Verdict, check_checkpoint
+from dcp_fsdp_osd.tools.describe import Description, OptimDescription, Row, describe
+from dcp_fsdp_osd.tools.listing import Found, list_checkpoints
+from dcp_fsdp_osd.tools.opened import Checkpoint
+from dcp_fsdp_osd.tools.pruning import Pruning, prune
+from dcp_fsdp_osd.tools.values import Figures, figures
+
+__all__ = [
+    "Checkpoint",
+    "Description",
+    "Figures",
+    "Found",
+    "OptimDescription",
+    "Problem",
+    "Pruning",
+    "Row",
+    "Verdict",
+    "check_checkpoint",
+    "describe",
+    "figures",
+    "list_checkpoints",
+    "prune",
+]
