@@ -8,7 +8,10 @@ import torch
 import typer
 
 from dcp_fsdp_osd.cli.output import (
+    EXITS,
     BackendOption,
+    CheckpointArgument,
+    FolderArgument,
     JsonOption,
     StorageOptions,
     errors_as_lines,
@@ -19,6 +22,7 @@ from dcp_fsdp_osd.cli.output import (
     say,
     size_text,
 )
+from dcp_fsdp_osd.cli.turn import add_commands
 from dcp_fsdp_osd.storage.latest import latest as find_latest
 from dcp_fsdp_osd.storage.redact import display_url
 from dcp_fsdp_osd.tools.check import check_checkpoint
@@ -30,10 +34,6 @@ from dcp_fsdp_osd.tools.values import figures, parse_slice, slice_box
 
 __all__ = ["app"]
 
-_EXITS = (
-    "Exit status of every command: 0 fine; 1 it found a difference, damage, or nothing; "
-    "2 wrong usage, no such checkpoint, or storage that fails."
-)
 _MOST = 1000  # elements that are printed
 _SHOWN_GROUPS = 8
 
@@ -41,20 +41,19 @@ app = typer.Typer(
     name="dcp-osd",
     help="Look into checkpoints of torch.distributed.checkpoint, check them, turn them, plan their "
     "loading: ours and stock PyTorch's, on local paths and URLs (s3://bucket/run/step-100). "
-    "No process group, no GPU, bounded memory.\n\n" + _EXITS,
-    epilog=_EXITS,
+    "No process group, no GPU, bounded memory.\n\n" + EXITS,
+    epilog=EXITS,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-_Folder = Annotated[str, typer.Argument(metavar="URL", help="A folder of checkpoints.")]
-_Checkpoint = Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's path or URL.")]
+add_commands(app)
 
 
-@app.command("ls", epilog=_EXITS)
+@app.command("ls", epilog=EXITS)
 def list_command(
-    url: _Folder,
+    url: FolderArgument,
     as_json: JsonOption = False,
     option: StorageOptions = None,
     backend: BackendOption = "auto",
@@ -86,9 +85,9 @@ def list_command(
     raise typer.Exit(0 if any(each.committed for each in found) else 1)
 
 
-@app.command("latest", epilog=_EXITS)
+@app.command("latest", epilog=EXITS)
 def latest_command(
-    url: _Folder,
+    url: FolderArgument,
     as_json: JsonOption = False,
     option: StorageOptions = None,
     backend: BackendOption = "auto",
@@ -106,9 +105,9 @@ def latest_command(
     raise typer.Exit(1 if found is None else 0)
 
 
-@app.command("show", epilog=_EXITS)
+@app.command("show", epilog=EXITS)
 def show_command(
-    url: _Checkpoint,
+    url: CheckpointArgument,
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY]...", help="Keys, or globs of keys: 'optim.state.*.exp_avg'."),
@@ -263,9 +262,9 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-@app.command("verify", epilog=_EXITS)
+@app.command("verify", epilog=EXITS)
 def verify_command(
-    url: _Checkpoint,
+    url: CheckpointArgument,
     ignore_orphans: Annotated[
         bool, typer.Option("--ignore-orphans", help="Files that belong to no entry are no damage.")
     ] = False,
@@ -306,9 +305,9 @@ def verify_command(
     raise typer.Exit(int(bad))
 
 
-@app.command("prune", epilog=_EXITS)
+@app.command("prune", epilog=EXITS)
 def prune_command(
-    url: _Folder,
+    url: FolderArgument,
     *,
     keep: Annotated[int, typer.Option(min=1, help="Keep this many of the newest good ones.")],
     every: Annotated[

@@ -23,7 +23,10 @@ from dcp_fsdp_osd.storage.redact import redact
 from dcp_fsdp_osd.tools.opened import Progress, no_progress
 
 __all__ = [
+    "EXITS",
     "BackendOption",
+    "CheckpointArgument",
+    "FolderArgument",
     "JsonOption",
     "StorageOptions",
     "errors_as_lines",
@@ -35,6 +38,10 @@ __all__ = [
     "size_text",
 ]
 
+EXITS = (
+    "Exit status of every command: 0 fine; 1 it found a difference, damage, or nothing; "
+    "2 wrong usage, no such checkpoint, or storage that fails."
+)
 _WIDE = 400  # columns where the output is no terminal: nothing is cut there
 
 StorageOptions = Annotated[
@@ -49,6 +56,10 @@ StorageOptions = Annotated[
 ]
 BackendOption = Annotated[
     str, typer.Option("--backend", help="auto, local, obstore or fsspec.", metavar="NAME")
+]
+FolderArgument = Annotated[str, typer.Argument(metavar="URL", help="A folder of checkpoints.")]
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="CKPT", help="A checkpoint's path or URL.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 

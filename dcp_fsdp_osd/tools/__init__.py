@@ -6,7 +6,10 @@ One process, no process group, no GPU, bounded memory; paths and URLs alike.  Th
 """
 
 from dcp_fsdp_osd.tools.check import Problem, Verdict, check_checkpoint
+from dcp_fsdp_osd.tools.convert import Written, import_file, rechunk
 from dcp_fsdp_osd.tools.describe import Description, OptimDescription, Row, describe
+from dcp_fsdp_osd.tools.difference import Comparison, EntryDifference, compare
+from dcp_fsdp_osd.tools.export import Exported, export_safetensors, export_torch
 from dcp_fsdp_osd.tools.listing import Found, list_checkpoints
 from dcp_fsdp_osd.tools.opened import Checkpoint
 from dcp_fsdp_osd.tools.pruning import Pruning, prune
@@ -14,7 +17,10 @@ from dcp_fsdp_osd.tools.values import Figures, figures
 
 __all__ = [
     "Checkpoint",
+    "Comparison",
     "Description",
+    "EntryDifference",
+    "Exported",
     "Figures",
     "Found",
     "OptimDescription",
@@ -22,9 +28,15 @@ __all__ = [
     "Pruning",
     "Row",
     "Verdict",
+    "Written",
     "check_checkpoint",
+    "compare",
     "describe",
+    "export_safetensors",
+    "export_torch",
     "figures",
+    "import_file",
     "list_checkpoints",
     "prune",
+    "rechunk",
 ]

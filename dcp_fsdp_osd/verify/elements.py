@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Ranges", "differing"]
+__all__ = ["Ranges", "differing", "unequal_elements"]
 
 _BLOCK = 1 << 16  # elements compared at a time: bounds what the comparison allocates
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -71,7 +71,7 @@ def differing(
         strides[d] = strides[d + 1] * shape[d + 1]
     for start in range(0, left.numel(), _BLOCK):
         stop = min(start + _BLOCK, left.numel())
-        unequal = _unequal(_block(left, start, stop), _block(right, start, stop))
+        unequal = unequal_elements(_block(left, start, stop), _block(right, start, stop))
         at = unequal.nonzero().view(-1) + start
         if not at.numel():
             continue
@@ -97,8 +97,8 @@ def _block(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return rows[start - first * row : stop - first * row].cpu()
 
 
-def _unequal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Elementwise, bit for bit: NaNs are compared, and the signs of zeros count."""
+def unequal_elements(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Elementwise, bit for bit, of 1-D tensors: NaNs are compared, and the signs of zeros count."""
     size = left.element_size()
     if size in _INTEGERS:
         return left.view(_INTEGERS[size]) != right.view(_INTEGERS[size])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import shutil
 import struct
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
+from dcp_fsdp_osd.cli import main
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.tools import check_checkpoint, prune
 from tests.servers import EmbeddedS3
@@ -431,15 +431,14 @@ def test_secrets_are_not_printed(s3: EmbeddedS3) -> None:
     assert result.exit_code == 2 and word not in result.output
 
 
-def test_the_script_says_what_to_install() -> None:
-    """Where typer and rich are not installed."""
-    code = (
-        "import importlib.util as u; f = u.find_spec\n"
-        "u.find_spec = lambda n, *a: None if n in ('typer', 'rich') else f(n, *a)\n"
-        "from dcp_fsdp_osd.cli import main; main()"
+def test_the_script_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "typer" else find(name)
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert done.returncode == 2
-    assert "pip install 'dcp-fsdp-osd[cli]'" in done.stderr and "Traceback" not in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "typer" in (said := capsys.readouterr().err) and "'dcp-fsdp-osd[cli]'" in said
