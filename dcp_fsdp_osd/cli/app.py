@@ -7,6 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
+from dcp_fsdp_osd.cli import foresee, turn
 from dcp_fsdp_osd.cli.output import (
     EXITS,
     BackendOption,
@@ -22,7 +23,6 @@ from dcp_fsdp_osd.cli.output import (
     say,
     size_text,
 )
-from dcp_fsdp_osd.cli.turn import add_commands
 from dcp_fsdp_osd.storage.latest import latest as find_latest
 from dcp_fsdp_osd.storage.redact import display_url
 from dcp_fsdp_osd.tools.check import check_checkpoint
@@ -47,8 +47,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-add_commands(app)
 
 
 @app.command("ls", epilog=EXITS)
@@ -336,3 +334,7 @@ def prune_command(
             say(f"step-{step} is damaged ({fate}): {why}")
         say(f"{len(found.kept)} kept, {len(found.deleted)} {'to delete' if dry_run else 'deleted'}")
     raise typer.Exit(0 if found.kept or found.deleted else 1)
+
+
+turn.add_commands(app)
+foresee.add_commands(app)

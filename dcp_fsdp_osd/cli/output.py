@@ -13,7 +13,13 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 from torch.distributed.checkpoint.api import CheckpointException
@@ -155,16 +161,16 @@ def _plain(value: Any) -> Any:  # noqa: PLR0911 (a table of kinds)
 
 
 @contextlib.contextmanager
-def progress_bar(what: str) -> Iterator[Progress]:
+def progress_bar(what: str, unit: str = "bytes") -> Iterator[Progress]:
     """A bar on stderr while a block runs, if that is a terminal."""
     if not sys.stderr.isatty():
         yield no_progress
         return
+    amounts = [DownloadColumn(binary_units=True), TransferSpeedColumn()]
     columns = (
         "{task.description}",
         BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        *(amounts if unit == "bytes" else [MofNCompleteColumn()]),
         TimeRemainingColumn(),
     )
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:

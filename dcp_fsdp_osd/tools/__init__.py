@@ -10,8 +10,10 @@ from dcp_fsdp_osd.tools.convert import Written, import_file, rechunk
 from dcp_fsdp_osd.tools.describe import Description, OptimDescription, Row, describe
 from dcp_fsdp_osd.tools.difference import Comparison, EntryDifference, compare
 from dcp_fsdp_osd.tools.export import Exported, export_safetensors, export_torch
+from dcp_fsdp_osd.tools.forecast import Forecast, RankForecast, forecast
 from dcp_fsdp_osd.tools.listing import Found, list_checkpoints
 from dcp_fsdp_osd.tools.opened import Checkpoint
+from dcp_fsdp_osd.tools.probe import Diagnosis, Probe, diagnose
 from dcp_fsdp_osd.tools.pruning import Pruning, prune
 from dcp_fsdp_osd.tools.values import Figures, figures
 
@@ -19,22 +21,28 @@ __all__ = [
     "Checkpoint",
     "Comparison",
     "Description",
+    "Diagnosis",
     "EntryDifference",
     "Exported",
     "Figures",
+    "Forecast",
     "Found",
     "OptimDescription",
+    "Probe",
     "Problem",
     "Pruning",
+    "RankForecast",
     "Row",
     "Verdict",
     "Written",
     "check_checkpoint",
     "compare",
     "describe",
+    "diagnose",
     "export_safetensors",
     "export_torch",
     "figures",
+    "forecast",
     "import_file",
     "list_checkpoints",
     "prune",
