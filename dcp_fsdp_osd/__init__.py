@@ -69,3 +69,5 @@ __all__ = [
     "verify_model_state",
     "verify_optim_state",
 ]
+
+__version__ = "0.1.0"

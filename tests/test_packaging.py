@@ -1,0 +1,77 @@
+"""What is installed is the package and no more, and says its version."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import dcp_fsdp_osd
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_changelog_has_the_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## {re.escape(dcp_fsdp_osd.__version__)}\b", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_to_files_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / name).read_text())
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.slow  # pip fetches what builds the package
+def test_a_wheel_is_what_is_imported(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    wheels, place = tmp_path / "wheels", tmp_path / "place"
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", wheels, ROOT], check=True, timeout=300)
+    (wheel,) = wheels.glob("*.whl")
+    assert wheel.name.startswith(f"dcp_fsdp_osd-{dcp_fsdp_osd.__version__}-")
+    names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert names == {"dcp_fsdp_osd", f"dcp_fsdp_osd-{dcp_fsdp_osd.__version__}.dist-info"}
+    subprocess.run([*pip, "install", "--no-deps", "-t", place, wheel], check=True, timeout=300)
+    program = "import dcp_fsdp_osd as d; print(d.__file__, d.__version__, sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(place), "PATH": "/usr/bin:/bin"},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    file, version = done.stdout.split()
+    assert Path(file).is_relative_to(place) and version == dcp_fsdp_osd.__version__
+    assert (place / "dcp_fsdp_osd" / "py.typed").exists()
+    assert (place / "bin" / "dcp-osd").exists()
+
+
+@pytest.mark.slow
+def test_the_source_has_its_licence_and_tests(tmp_path: Path) -> None:
+    program = "import setuptools.build_meta as b, sys; print(b.build_sdist(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    if "No module named 'setuptools'" in done.stderr or "license" in done.stderr:
+        pytest.skip("the setuptools that is installed here is too old for this pyproject.toml")
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    wanted = {
+        name
+        for name in tracked.stdout.split()
+        if not name.startswith(".") and name != "MANIFEST.in"
+    }
+    assert wanted - names == set() and "LICENSE" in names
