@@ -75,7 +75,7 @@ def plan_command(
     latency: Annotated[str, typer.Option(help="Of one request.")] = "20ms",
     concurrency: Annotated[int, typer.Option(min=1, help="Requests of a rank at a time.")] = 16,
     every_rank: Annotated[
-        bool, typer.Option("--every-rank", help="Plan each one, not 256 evenly spaced ones.")
+        bool, typer.Option("--every-rank", help="Plan each one, not 128 evenly spaced ones.")
     ] = False,
     as_json: JsonOption = False,
     option: StorageOptions = None,

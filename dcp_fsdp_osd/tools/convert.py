@@ -43,8 +43,10 @@ from dcp_fsdp_osd.tools.opened import Checkpoint, Progress, no_progress
 
 __all__ = ["CHUNK", "Written", "cut_boxes", "import_file", "rechunk"]
 
-CHUNK = 64 << 20
-"""Bytes of the boxes that tensors are cut into, at most."""
+CHUNK = 32 << 20
+"""Most bytes of the boxes that tensors are cut into.  About six of them are in memory at a time:
+one of each file that is written, and what is on its way to storage.
+"""
 _ZIP = b"PK\x03\x04"
 _MOST_HEADER = 100 << 20  # of safetensors, as its own reader has it
 _THREADS = 2

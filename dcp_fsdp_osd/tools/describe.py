@@ -17,7 +17,15 @@ from dcp_fsdp_osd.storage.metadata import EntryInfo, entry_info
 from dcp_fsdp_osd.tools.opened import Checkpoint
 from dcp_fsdp_osd.tree import Path
 
-__all__ = ["Description", "OptimDescription", "Row", "describe", "entry_infos", "matching"]
+__all__ = [
+    "Description",
+    "OptimDescription",
+    "Row",
+    "describe",
+    "entry_infos",
+    "fqn_and_state",
+    "matching",
+]
 
 _OF_RANK = re.compile(r"__(\d+)_")
 
@@ -180,7 +188,7 @@ def _ranks(files: Iterable[str]) -> int | None:
 
 def _row(checkpoint: Checkpoint, key: str, held: Mapping[str, int]) -> Row:
     stored = checkpoint.entries[key]
-    fqn, state = _named(checkpoint.path(key))
+    fqn, state = fqn_and_state(checkpoint.path(key))
     files = tuple(sorted(held))
     if not isinstance(stored, TensorStorageMetadata):
         return Row(key, fqn, state, "object", "", (), sum(held.values()), 1, files)
@@ -197,7 +205,7 @@ def _row(checkpoint: Checkpoint, key: str, held: Mapping[str, int]) -> Row:
     )
 
 
-def _named(path: Path) -> tuple[str, str]:
+def fqn_and_state(path: Path) -> tuple[str, str]:
     """Parameter and state of a path such as ``("optim", "state", fqn, "exp_avg")``."""
     texts = [str(step) for step in path]
     for at, step in enumerate(texts[:-1]):

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from dcp_fsdp_osd.compact import no_collections
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.layout.flat import ParamKind, ParamLayout, simulate, units_of
 from dcp_fsdp_osd.layout.geometry import Box, boxes_of_interval
@@ -30,14 +31,14 @@ from dcp_fsdp_osd.storage.transfer import Stats
 from dcp_fsdp_osd.storage.unpack import Index
 from dcp_fsdp_osd.storage.wanted import Wanted
 from dcp_fsdp_osd.storage.whole import SMALL
-from dcp_fsdp_osd.tools.describe import describe
+from dcp_fsdp_osd.tools.describe import fqn_and_state
 from dcp_fsdp_osd.tools.opened import Checkpoint, Progress, no_progress
 
 __all__ = ["Forecast", "RankForecast", "forecast", "wrapped_modules"]
 
 _REQUEST = 8 << 20  # bytes, as the reader cuts
 _HEADER = 1 << 9  # about what lies before the payload in an entry of torch.save
-SAMPLE = 256
+SAMPLE = 128
 """Ranks that are planned where there are more, unless all are asked for."""
 
 
@@ -141,17 +142,18 @@ def forecast(
     limits = session.store.limits
     numbers = _sampled(world_size, all_ranks=all_ranks)
     ranks = []
-    for done, rank in enumerate(numbers):
-        progress(done, len(numbers))
-        if layout == "fsdp1":
-            found = simulate(units, outside, world_size=world_size, rank=rank)
-            boxes = [each for param in found.params for each in _flat(param)]
-        else:
-            boxes = list(_rows(shapes, world_size, rank))
-        nbytes, needed, requests, files = reads.plan(boxes, limits)
-        seconds = latency * (1 + math.ceil(requests / concurrency))
-        seconds += (metadata_nbytes + nbytes) / bandwidth
-        ranks.append(RankForecast(rank, nbytes, needed, requests, files, seconds))
+    with no_collections():  # of the many objects that live on
+        for done, rank in enumerate(numbers):
+            progress(done, len(numbers))
+            if layout == "fsdp1":
+                found = simulate(units, outside, world_size=world_size, rank=rank)
+                boxes = [each for param in found.params for each in _flat(param)]
+            else:
+                boxes = list(_rows(shapes, world_size, rank))
+            nbytes, needed, requests, files = reads.plan(boxes, limits)
+            seconds = latency * (1 + math.ceil(requests / concurrency))
+            seconds += (metadata_nbytes + nbytes) / bandwidth
+            ranks.append(RankForecast(rank, nbytes, needed, requests, files, seconds))
     scale = world_size / len(ranks)
     return Forecast(
         url=checkpoint.url,
@@ -203,25 +205,27 @@ def _parameters(
     """Shapes by FQN; the keys of tensors that are sharded as their parameter is, by FQN; and what
     is read once, with its bytes.
     """
-    rows = describe(checkpoint).rows
+    names = {key: fqn_and_state(checkpoint.path(key)) for key in checkpoint.tensors}
     shapes: dict[str, tuple[int, ...]] = {}
-    by_key = {row.key: row for row in rows}
     weights: set[str] = set()
-    for state in (False, True):  # a weight says its shape best; else its largest state does
-        for key in checkpoint.tensors:  # in the order in which they were saved
-            row = by_key[key]
-            if bool(row.state) is not state or row.fqn in weights:
+    for of_state in (False, True):  # a weight says its shape best; else its largest state does
+        for key, (fqn, state) in names.items():  # in the order in which they were saved
+            shape = checkpoint.shape(key)
+            if bool(state) is not of_state or fqn in weights or not shape:
                 continue
-            if math.prod(row.shape) > math.prod(shapes.get(row.fqn, (0,))) and row.shape:
-                shapes[row.fqn] = row.shape
+            if math.prod(shape) > math.prod(shapes.get(fqn, (0,))):
+                shapes[fqn] = shape
         weights = set(shapes)
     keys: dict[str, list[str]] = {}
     shared: dict[str, int] = {}
-    for row in rows:
-        if row.kind == "tensor" and row.shape and shapes.get(row.fqn) == row.shape:
-            keys.setdefault(row.fqn, []).append(row.key)
+    for key, (fqn, _) in names.items():
+        if shapes.get(fqn) == checkpoint.shape(key):
+            keys.setdefault(fqn, []).append(key)
         else:
-            shared[row.key] = row.nbytes
+            shared[key] = checkpoint.nbytes(key)
+    index = Index(checkpoint.metadata)
+    for key in checkpoint.objects():
+        shared[key] = index.entry(MetadataIndex(key)).length
     return shapes, keys, shared
 
 

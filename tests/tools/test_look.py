@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from dcp_fsdp_osd.cli import main
+from dcp_fsdp_osd.cli.app import app
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.tools import check_checkpoint, prune
 from tests.servers import EmbeddedS3
@@ -442,3 +443,9 @@ def test_the_script_says_what_to_install(
         main()
     assert ended.value.code == 2
     assert "typer" in (said := capsys.readouterr().err) and "'dcp-fsdp-osd[cli]'" in said
+
+
+def test_docs_show_every_command() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+    for command in app.registered_commands:
+        assert f"$ dcp-osd {command.name} " in text, command.name
