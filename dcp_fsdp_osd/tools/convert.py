@@ -38,6 +38,7 @@ from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.storage.redact import display_url
 from dcp_fsdp_osd.storage.store import Backend
 from dcp_fsdp_osd.storage.writer import StreamingWriter
+from dcp_fsdp_osd.tools.describe import entry_infos
 from dcp_fsdp_osd.tools.export import SAFETENSORS
 from dcp_fsdp_osd.tools.opened import Checkpoint, Progress, no_progress
 
@@ -50,6 +51,7 @@ one of each file that is written, and what is on its way to storage.
 _ZIP = b"PK\x03\x04"
 _MOST_HEADER = 100 << 20  # of safetensors, as its own reader has it
 _THREADS = 2
+_SMALL = 1 << 16  # bytes of an object that is read with others
 _PART = 8 << 20
 
 
@@ -89,6 +91,16 @@ def rechunk(
         StorageError: a checkpoint is at `target` already, and not `overwrite`; or storage fails.
         CorruptCheckpointError: the source is damaged; nothing is left at `target` then.
     """
+    small = [
+        index.fqn
+        for index, info in entry_infos(checkpoint)
+        if index.fqn not in checkpoint.tensors and info.length <= _SMALL
+    ]
+    known = checkpoint.read_bytes(small)
+
+    def read_bytes(key: str) -> bytes:
+        return known[key] if key in known else checkpoint.read_bytes([key])[key]
+
     source = _Source(
         {
             key: (stored.properties, checkpoint.shape(key))
@@ -97,7 +109,7 @@ def rechunk(
         list(checkpoint.entries),
         checkpoint.metadata.planner_data,
         read=checkpoint.read_box,
-        read_bytes=lambda key: checkpoint.read_bytes([key])[key],
+        read_bytes=read_bytes,
         chunk_bytes=chunk_bytes,
         progress=progress,
     )

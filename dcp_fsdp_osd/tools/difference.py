@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.errors import StorageError, UnsafeCheckpointError
 from dcp_fsdp_osd.storage.memory import view_bytes
 from dcp_fsdp_osd.tools.describe import matching
 from dcp_fsdp_osd.tools.opened import Checkpoint, Progress, no_progress
@@ -121,15 +121,18 @@ def _unlike(left: Checkpoint, right: Checkpoint, key: str) -> str | None:
 
 def _objects(left: Checkpoint, right: Checkpoint, keys: list[str]) -> dict[str, EntryDifference]:
     a, b = left.read_bytes(keys), right.read_bytes(keys)
-    unequal = [key for key in keys if a[key] != b[key]]
-    here, there = left.read_objects(unequal), right.read_objects(unequal)
-    return {
-        key: EntryDifference(
-            key, f"{_short(here[key])} in the first, {_short(there[key])} in the second"
-        )
-        for key in unequal
-        if not _same(here[key], there[key])
-    }
+    found = {}
+    for key in (key for key in keys if a[key] != b[key]):  # few, of a few bytes each
+        try:
+            here, there = left.read_objects([key])[key], right.read_objects([key])[key]
+        except UnsafeCheckpointError:
+            what = "its bytes differ; unpickling it could run code, so its value was not looked at"
+            found[key] = EntryDifference(key, what)
+            continue
+        if not _same(here, there):
+            what = f"{_short(here)} in the first, {_short(there)} in the second"
+            found[key] = EntryDifference(key, what)
+    return found
 
 
 def _short(value: Any) -> str:

@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
 from dcp_fsdp_osd.layout.geometry import Box, box_view, boxes_of_interval, narrowed_view
-from dcp_fsdp_osd.storage.checksum import checksum_named
-from dcp_fsdp_osd.storage.metadata import checksum_name
+from dcp_fsdp_osd.storage.checksum import Checksum, checksum_named
+from dcp_fsdp_osd.storage.metadata import EntryInfo, checksum_name, entry_info
 from dcp_fsdp_osd.storage.reader import StreamingReader
 from dcp_fsdp_osd.storage.session import Session, make_session
 from dcp_fsdp_osd.storage.store import Backend
@@ -57,6 +57,7 @@ WINDOW = 32 << 20
 """Bytes of elements that are looked at together."""
 _INFLIGHT = 64 << 20
 _ALIGN = 64
+_GAP, _TOGETHER = 1 << 16, 8 << 20  # objects this close, and so much of them, are read as one
 
 
 def no_progress(done: int, total: int) -> None:
@@ -182,8 +183,9 @@ class Checkpoint:
             if isinstance(stored, TensorStorageMetadata)
         }
         self.checksum = checksum_name(self.metadata)
+        self._checksum: Checksum | None = None
         if verify and self.checksum is not None:
-            checksum_named(self.checksum)  # what cannot be computed here is said now
+            self._checksum = checksum_named(self.checksum)
         reader.set_up_storage_reader(self.metadata, False)
         self._chunks: dict[str, Chunks] = {}
 
@@ -303,7 +305,62 @@ class Checkpoint:
         return list(cut(sizes, window))
 
     def read_bytes(self, keys: Iterable[str]) -> dict[str, bytes]:
-        """Objects as ``torch.save`` wrote them, by key; safe to be unpickled."""
+        """Objects as they are stored, by key: verified, but not fit to be unpickled unseen.
+
+        Raises:
+            CorruptCheckpointError: bytes are missing or altered.
+        """
+        names: set[str] = set()
+        infos = {
+            key: entry_info(self.metadata.storage_data.get(MetadataIndex(key)), key, names)
+            for key in keys
+        }
+        found: dict[str, bytes] = {}
+        together: list[str] = []
+        for key in sorted(infos, key=lambda each: (infos[each].name, infos[each].offset)):
+            if together:
+                first, last = infos[together[0]], infos[together[-1]]
+                near = infos[key].offset - last.offset - last.length < _GAP
+                small = infos[key].offset + infos[key].length - first.offset <= _TOGETHER
+                if infos[key].name != first.name or not near or not small:
+                    found.update(self._read_neighbours(together, infos))
+                    together = []
+            together.append(key)
+        if together:
+            found.update(self._read_neighbours(together, infos))
+        return found
+
+    def _read_neighbours(
+        self, keys: Sequence[str], infos: Mapping[str, EntryInfo]
+    ) -> dict[str, bytes]:
+        name, begin = infos[keys[0]].name, infos[keys[0]].offset
+        data = bytearray(max(infos[k].offset + infos[k].length for k in keys) - begin)
+        store = self.session.store
+        try:
+            self.call(lambda: store.read_into(name, begin, [memoryview(data)]), f"read {name}")
+        except (EOFError, FileNotFoundError) as error:
+            raise CorruptCheckpointError(
+                f"{self.url}: {name}: {keys[0]}: the file is missing or too short ({error})"
+            ) from error
+        found = {}
+        for key in keys:
+            info = infos[key]
+            found[key] = bytes(data[info.offset - begin : info.offset - begin + info.length])
+            if info.crc is not None and self._checksum is not None:
+                crc = self._checksum.extend(0, found[key])
+                if crc != info.crc:
+                    raise CorruptCheckpointError(
+                        f"{self.url}: {name}: {key}: checksum mismatch: expected "
+                        f"{info.crc:08x}, found {crc:08x}"
+                    )
+        return found
+
+    def read_objects(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Objects by key.
+
+        Raises:
+            UnsafeCheckpointError: unpickling one could run code, and not `allow_pickle`.
+        """
         items = [
             ReadItem(
                 type=LoadItemType.BYTE_IO,
@@ -318,18 +375,10 @@ class Checkpoint:
         planner = _Planner(())
         if items:
             self._reader.read_data(LoadPlan(items), planner)
-        return {key: stream.getvalue() for key, stream in planner.objects.items()}
-
-    def read_objects(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Objects by key.
-
-        Raises:
-            UnsafeCheckpointError: unpickling one could run code, and not `allow_pickle`.
-        """
         # The reader has looked at the bytes: what is here is plain, or was allowed.
         return {
-            key: torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-            for key, data in self.read_bytes(keys).items()
+            key: torch.load(stream, map_location="cpu", weights_only=False)
+            for key, stream in planner.objects.items()
         }
 
     def objects(self) -> list[str]:

@@ -386,6 +386,30 @@ def test_a_damaged_checkpoint_is_not_copied(run_folder: Path, tmp_path: Path, ho
             rechunk(checkpoint, tmp_path / "copy")
 
 
+class Own:
+    """An object of a class that no plain load takes."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_objects_that_no_plain_load_takes(tmp_path: Path) -> None:
+    """They are copied and compared as bytes; what would unpickle them is refused."""
+    for name, value in (("one", 1), ("two", 2)):
+        save({"own": Own(value), "a": torch.ones(2)}, tmp_path / name, "stock")
+    with Checkpoint(tmp_path / "one") as checkpoint:
+        rechunk(checkpoint, tmp_path / "copy")
+    assert run("diff", tmp_path / "one", tmp_path / "copy").exit_code == 0
+    (told,) = run_json("diff", tmp_path / "copy", tmp_path / "two", status=1)["differences"]
+    assert told["key"] == "own" and "could run code" in told["what"]
+    for result in (
+        run("show", tmp_path / "one", "own"),
+        run("export", tmp_path / "one", tmp_path / "out.pt"),
+    ):
+        assert result.exit_code == 2 and "Own" in result.output
+    assert not list(tmp_path.glob("out.pt*"))
+
+
 def test_turning_on_s3(s3: EmbeddedS3, run_folder: Path, tmp_path: Path) -> None:
     args = options(s3)
     url = upload(run_folder, s3, "turn")
