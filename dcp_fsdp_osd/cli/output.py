@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -180,8 +181,12 @@ def progress_bar(what: str, unit: str = "bytes") -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def errors_as_lines(options: Mapping[str, Any]) -> Iterator[None]:
-    """Errors as one line on stderr: exit status 1 for damage, 2 for anything else."""
+    """Errors as one line on stderr: exit status 1 for damage, 130 after Ctrl-C, 2 for all else.
+
+    What nobody foresaw keeps its traceback, and is no 1 either, which would mean a difference.
+    """
     failure: BaseException
+    secrets = options.get("storage_options") or {}
     try:
         yield
         return
@@ -190,8 +195,15 @@ def errors_as_lines(options: Mapping[str, Any]) -> Iterator[None]:
             (each[0] if isinstance(each, tuple) else each for each in error.failures.values()),
             error,
         )
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
     except (FlatOptimError, OSError, ValueError, NotImplementedError) as error:
         failure = error
-    secrets = options.get("storage_options") or {}
+    except KeyboardInterrupt:
+        say("dcp-osd: interrupted", error=True)
+        raise typer.Exit(130) from None
+    except Exception:
+        say(redact(traceback.format_exc(), secrets), error=True)
+        raise typer.Exit(2) from None
     say(f"dcp-osd: {redact(str(failure) or type(failure).__name__, secrets)}", error=True)
     raise typer.Exit(1 if isinstance(failure, CorruptCheckpointError) else 2)

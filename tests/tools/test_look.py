@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import typer
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from dcp_fsdp_osd.cli import main
 from dcp_fsdp_osd.cli.app import app
-from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.cli.output import errors_as_lines
+from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
 from dcp_fsdp_osd.tools import check_checkpoint, prune
 from tests.servers import EmbeddedS3
 from tests.storage.fakes import Script
@@ -443,6 +445,30 @@ def test_the_script_says_what_to_install(
         main()
     assert ended.value.code == 2
     assert "typer" in (said := capsys.readouterr().err) and "'dcp-fsdp-osd[cli]'" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (CorruptCheckpointError("damaged"), 1),
+        (StorageError("no answer"), 2),
+        (RuntimeError("with s3cr3t/word in it"), 2),
+        (KeyboardInterrupt(), 130),
+        (typer.Exit(1), 1),
+    ],
+)
+def test_exit_status_of_errors(
+    error: BaseException, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error that nobody foresaw is no difference, and shows no secret either."""
+    with (
+        pytest.raises(typer.Exit) as ended,
+        errors_as_lines({"storage_options": {"secret": "s3cr3t/word"}}),
+    ):
+        raise error
+    assert ended.value.exit_code == status
+    said = capsys.readouterr().err
+    assert "s3cr3t" not in said and ("Traceback" in said) == (type(error) is RuntimeError)
 
 
 def test_docs_show_every_command() -> None:
