@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from dcp_fsdp_osd.errors import StorageError, UnsafeCheckpointError
-from dcp_fsdp_osd.storage.memory import view_bytes
 from dcp_fsdp_osd.tools.describe import matching
 from dcp_fsdp_osd.tools.opened import Checkpoint, Progress, no_progress
 from dcp_fsdp_osd.verify.elements import unequal_elements
@@ -205,7 +204,7 @@ class _Tally:
 
     def add(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """1-D tensors of one dtype, contiguous and on the CPU."""
-        if view_bytes(one) == view_bytes(other):
+        if torch.equal(_words(one), _words(other)):
             return
         unequal = unequal_elements(one, other)
         x, y = _numbers(one[unequal]), _numbers(other[unequal])
@@ -220,6 +219,11 @@ class _Tally:
         known = distance[~distance.isnan()]
         if known.numel():
             self.largest = max(self.largest or 0.0, known.max().item())
+
+
+def _words(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as large integers, which are compared many times faster than bytes are."""
+    return values.view(torch.int64 if values.nbytes % 8 == 0 else torch.uint8)
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:
