@@ -22,6 +22,7 @@ from dcp_fsdp_osd import (
     StreamingWriter,
 )
 from dcp_fsdp_osd.exchange.regions import narrowed
+from tests.breadth import always
 from tests.exchange.jobs import CountingReader, large, whole, wrapped
 from tests.models import MODELS, two_groups
 from tests.planners.checks import OPTIMIZERS, assert_same, load, make, raw, save
@@ -100,7 +101,7 @@ def _odd(rank: int, world: int, path: str, reader: str) -> Any:
     assert planner.exchanged is not None
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", always(["stock"], READERS))
 def test_dtypes_shapes_and_layouts(tmp_path: Path, reader: str) -> None:
     run_ranks(_odd, 3, str(tmp_path), reader)
 
@@ -136,7 +137,7 @@ def _forms(rank: int, world: int, path: str, reader: str) -> Any:
     return counts
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", always(["streaming"], READERS))
 def test_full_and_sharded_form(tmp_path: Path, reader: str) -> None:
     results = run_ranks(_forms, 4, str(tmp_path), reader)
     for form in ("full", "rank0"):

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.breadth import always
 from tests.models import Mlp, train_steps, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, assert_same, load, make, save
 from tests.planners.test_interop import KINDS, build, compare, full
@@ -39,7 +40,7 @@ def _sharded(rank: int, world: int, path: str, kind: str, expected: Any) -> None
     compare(full(model, optim), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", always(["fsdp1", "fsdp1_flat", "fsdp2"], KINDS))
 def test_sharded(tmp_path: Path, kind: str) -> None:
     expected = run_ranks(_save, 4, str(tmp_path))[0]
     run_ranks(_sharded, 1 if kind == "plain" else 3, str(tmp_path), kind, expected)

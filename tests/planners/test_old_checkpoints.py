@@ -178,7 +178,7 @@ def _prefixed(rank: int, world: int, path: str, kind: str, flatten: bool, old: b
     return full(model, optim)
 
 
-@pytest.mark.parametrize("kind", always(["compiled ddp", "fsdp", "torch 1.11"], _PREFIXES))
+@pytest.mark.parametrize("kind", always(["compiled ddp", "torch 1.11"], _PREFIXES))
 def test_names_of_wrappers_left_in(tmp_path: Path, kind: str) -> None:
     for flatten, old in ((False, False), (True, False), (False, True)):
         path = str(tmp_path / f"{flatten}{old}")

@@ -132,6 +132,7 @@ def _plain(rank: int, world: int, path: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+@pytest.mark.slow  # beside all wrappers to and fro
 def test_wrappers_load_what_a_bare_model_saved(tmp_path: Path) -> None:
     expected = run_ranks(_plain, 4, str(tmp_path / "plain"))[0]
     run_ranks(_from_plain, 2, str(tmp_path / "plain"), expected, timeout=120)

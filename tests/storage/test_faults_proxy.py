@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter, latest
 from dcp_fsdp_osd.storage.transfer import RetryPolicy
+from tests.breadth import always
 from tests.servers import EmbeddedS3, Fault, FaultProxy, S3Endpoint, fault_proxy, s3_server
 from tests.storage.killable import SURVIVORS_END_WITHIN, Crew, Task
 
@@ -161,7 +162,7 @@ def test_a_save_outlives_transient_faults(
     assert place.holds(state)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", always(["fsspec"], BACKENDS))
 def test_multipart_uploads_outlive_transient_faults(
     server: EmbeddedS3, proxy: FaultProxy, backend: str
 ) -> None:
@@ -215,7 +216,7 @@ def test_a_lost_answer_to_each_request_of_an_overwrite(
         assert place.holds(new), f"the answer to {rule.struck} was lost"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", always(["fsspec"], BACKENDS))
 def test_throttling_that_does_not_end_is_raised(
     server: EmbeddedS3, proxy: FaultProxy, backend: str
 ) -> None:
@@ -234,7 +235,7 @@ def test_throttling_that_does_not_end_is_raised(
     assert rule.hits >= RETRY.tries
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", always(["obstore"], BACKENDS))
 def test_a_save_that_is_throttled_for_ever_leaves_the_old_one(
     server: EmbeddedS3, proxy: FaultProxy, backend: str
 ) -> None:
@@ -249,7 +250,7 @@ def test_a_save_that_is_throttled_for_ever_leaves_the_old_one(
 
 
 @pytest.mark.parametrize("exclusive", [pytest.param(True, marks=pytest.mark.slow), False])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", always(["fsspec"], BACKENDS))
 def test_a_commit_of_unknown_outcome_never_loses_both(
     server: EmbeddedS3, proxy: FaultProxy, backend: str, exclusive: bool
 ) -> None:
@@ -283,7 +284,7 @@ def test_denied_and_missing_are_raised_at_once(
     assert ".distcp" in str(cause) and "rank 0" in str(cause)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", always(["obstore"], BACKENDS))
 def test_a_denied_save_commits_nothing(server: EmbeddedS3, proxy: FaultProxy, backend: str) -> None:
     place = Checkpoint(server, backend)
     rule = proxy.inject(Fault.status(403), method="PUT", times=-1)
@@ -314,7 +315,7 @@ def test_a_load_from_a_silent_server_ends(
     assert re.search(r"metadata|distcp|read", str(cause_of(raised)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", always(["obstore"], BACKENDS))
 def test_a_save_to_a_silent_server_ends(
     server: EmbeddedS3, proxy: FaultProxy, backend: str
 ) -> None:

@@ -220,6 +220,7 @@ def _async(rank: int, world_size: int, path: str, kind: str) -> None:
     future.result(timeout=100)
 
 
+@pytest.mark.slow  # as tests/staging, with stock's stager
 @async_kinds
 def test_async_save(tmp_path: Path, kind: str) -> None:
     run_ranks(_async, 2, str(tmp_path / "c"), kind, timeout=150)
