@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import io
 import logging
+import math
 import os
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context
@@ -22,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from dcp_fsdp_osd import (
     FlatOptimLoadPlanner,
@@ -29,6 +33,9 @@ from dcp_fsdp_osd import (
     StreamingReader,
     StreamingWriter,
 )
+from dcp_fsdp_osd.exchange.transport import Channels
+from dcp_fsdp_osd.exchange.worker import Exchange
+from dcp_fsdp_osd.load.optim import OptimLoad
 from dcp_fsdp_osd.storage.transfer import RetryPolicy
 from tests.models import Mlp, train_steps, wrap_fsdp1
 from tests.planners.checks import OPTIMIZERS, raw
@@ -104,71 +111,86 @@ def _nothing() -> None:
     pass
 
 
-class FaultyPlanner(FlatOptimLoadPlanner):
-    """Fails at one point of the load."""
+PLACES: dict[str, tuple[type, str]] = {
+    "planning": (OptimLoad, "plan"),
+    "allocating": (OptimLoad, "allocate"),
+    "agreeing": (Exchange, "receive"),
+    "sending": (Channels, "send"),
+}
+"""What fails at the points that lie in the planner and its exchange; in the victim's process."""
 
-    point, fault = "", staticmethod(_nothing)
 
-    def _at(self, point: str) -> None:
-        if self.point == point:
+def strike(point: str, fault: Callable[[], None]) -> None:
+    """Have each call that makes out ``point`` begin with ``fault``."""
+    if point not in PLACES:
+        return
+    kind, name = PLACES[point]
+    whole = getattr(kind, name)
+
+    @functools.wraps(whole)
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        fault()
+        return whole(*args, **kwargs)
+
+    setattr(kind, name, faulty)
+
+
+class _Stream(io.FileIO):
+    """A file that fails at its third read."""
+
+    fault, calls = staticmethod(_nothing), 0
+
+    def _count(self) -> None:
+        self.calls += 1
+        if self.calls >= 3:
             self.fault()
 
-    def _default_plan(self) -> Any:
-        self._at("planning")
-        return super()._default_plan()
+    def read(self, size: int = -1, /) -> bytes:
+        self._count()
+        return super().read(size)
 
-    def _allocate(self, skipped: list[str]) -> None:
-        self._at("allocating")
-        super()._allocate(skipped)
-        if self.point == "sending":
-            channels: Any = self._exchange._channels  # type: ignore[union-attr]
-            send = channels.send
+    def readinto(self, buffer: Any, /) -> int:
+        self._count()
+        return super().readinto(buffer)
 
-            def faulty(*args: Any) -> Any:
-                self.fault()
-                return send(*args)
 
-            channels.send = faulty
+class _Files(FileSystem):
+    fault = staticmethod(_nothing)
 
-    def _finish(self) -> None:
-        self._at("agreeing")
-        super()._finish()
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with _Stream(path, mode) as stream:
+            stream.fault = self.fault  # type: ignore[assignment]
+            yield stream
 
 
 class StockReader(FileSystemReader):
-    """Stock's reader, which fails when it opens, or at its third entry."""
+    """Stock's reader, which fails when it opens, or while it reads an entry."""
 
-    point, fault, calls = "", staticmethod(_nothing), 0
+    point, fault = "", staticmethod(_nothing)
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         if self.point == "opening":
             self.fault()
+        if self.point == "reading":
+            self.fs = _Files()
+            self.fs.fault = self.fault  # type: ignore[assignment]
         return super().read_data(plan, planner)
-
-    def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        self.calls += 1
-        if self.point == "reading" and self.calls >= 3:
-            self.fault()
-        return super()._slice_file(file, sinfo)
 
 
 def streaming_reader(path: str, point: str, fault: Callable[[], None]) -> StreamingReader:
-    """Ours, over a store that fails when it is opened, or at its third read."""
+    """Ours, over a store that fails at its first read of data, or at its third."""
     script = Script()
+    first = {"opening": 1, "reading": 3}.get(point, math.inf)
 
     def before(operation: str, name: str) -> None:
-        if operation == "read" and point == "reading" and script.count("read") >= 3:
+        if operation == "read" and script.count("read") >= first:
             fault()
 
     script.before = before
-
-    class Reader(StreamingReader):
-        def _checksum(self, metadata: Any) -> Any:
-            if point == "opening":
-                fault()
-            return super()._checksum(metadata)
-
-    return Reader(path, backend=script.store, stall_seconds=STALL, retry=RetryPolicy(tries=1))
+    return StreamingReader(
+        path, backend=script.store, stall_seconds=STALL, retry=RetryPolicy(tries=1)
+    )
 
 
 def make(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -255,8 +277,8 @@ def _rank(rank: int, folder: Path, path: str, point: str, kind: str, reader: str
     fault: Callable[[], None] = _nothing
     if rank == VICTIM:
         fault = Fault(kind, folder / "fault")
-    planner = FaultyPlanner(model, optim, broadcast=True, stall_seconds=STALL)
-    planner.point, planner.fault = point, fault  # type: ignore[assignment]
+        strike(point, fault)
+    planner = FlatOptimLoadPlanner(model, optim, broadcast=True, stall_seconds=STALL)
     storage: Any
     if reader == "stock":
         storage = StockReader(path)
