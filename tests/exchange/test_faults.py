@@ -89,7 +89,7 @@ def check(reports: dict[int, Report], point: str, kind: str, reader: str) -> Non
     silent = kind in ("kill", "hang", "stop")
     dcp_cannot = kind == "unpicklable" and reader == "stock" and point in ("opening", "reading")
     spoken = not silent and not dcp_cannot
-    if kind == "hang" and point == "reading" and reader == "streaming":
+    if kind == "hang" and point in ("opening", "reading") and reader == "streaming":
         spoken = True  # the reader notices
     survivors = {rank: r for rank, r in reports.items() if rank != VICTIM}
     assert sorted(survivors) == [n for n in range(WORLD) if n != VICTIM]
