@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
-from dcp_fsdp_osd.layout.geometry import Box
+from dcp_fsdp_osd.layout.geometry import Box, narrowed_view
 from dcp_fsdp_osd.storage.redact import display_url
 from dcp_fsdp_osd.storage.store import Backend
 from dcp_fsdp_osd.storage.writer import StreamingWriter
@@ -144,10 +144,7 @@ def import_file(
     tensors = {name: each.detach() for name, each in flat.items() if isinstance(each, torch.Tensor)}
 
     def read(name: str, box: Box) -> torch.Tensor:
-        tensor = tensors[name]
-        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            tensor = tensor.narrow(dim, offset, size)
-        return tensor
+        return narrowed_view(tensors[name], box.offsets, box.sizes)
 
     def read_bytes(name: str) -> bytes:
         stream = io.BytesIO()

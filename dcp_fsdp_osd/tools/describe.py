@@ -23,6 +23,7 @@ __all__ = [
     "Row",
     "describe",
     "entry_infos",
+    "file_bytes",
     "fqn_and_state",
     "matching",
 ]
@@ -125,6 +126,14 @@ def entry_infos(checkpoint: Checkpoint) -> list[tuple[MetadataIndex, EntryInfo]]
     ]
 
 
+def file_bytes(entries: Iterable[tuple[MetadataIndex, EntryInfo]]) -> dict[str, int]:
+    """Bytes of each file, up to its last entry's end."""
+    files: dict[str, int] = {}
+    for _, info in entries:
+        files[info.name] = max(files.get(info.name, 0), info.offset + info.length)
+    return files
+
+
 def matching(keys: Iterable[str], globs: Iterable[str]) -> list[str]:
     """The keys that any of `globs` (``*``, ``?``, ``[abc]``) or a whole name matches; all for none.
 
@@ -149,11 +158,10 @@ def describe(checkpoint: Checkpoint, globs: Iterable[str] = ()) -> Description:
     Raises:
         CorruptCheckpointError: the metadata make no sense.
     """
-    files: dict[str, int] = {}
     of_key: dict[str, dict[str, int]] = {}
     entries = entry_infos(checkpoint)
+    files = file_bytes(entries)
     for index, info in entries:
-        files[info.name] = max(files.get(info.name, 0), info.offset + info.length)
         held = of_key.setdefault(index.fqn, {})
         held[info.name] = held.get(info.name, 0) + info.length
     wanted = matching(checkpoint.entries, globs)

@@ -14,7 +14,7 @@ from dcp_fsdp_osd.storage.latest import commits
 from dcp_fsdp_osd.storage.redact import display_url
 from dcp_fsdp_osd.storage.session import make_session
 from dcp_fsdp_osd.storage.store import Backend
-from dcp_fsdp_osd.tools.describe import entry_infos
+from dcp_fsdp_osd.tools.describe import entry_infos, file_bytes
 from dcp_fsdp_osd.tools.opened import Checkpoint
 
 __all__ = ["Pruning", "prune"]
@@ -93,11 +93,7 @@ def _problem(url: str, options: Mapping[str, Any]) -> str | None:
     try:
         with Checkpoint(url, **options) as checkpoint:
             sizes = checkpoint.sizes()
-            wanted: dict[str, int] = {}
-            for _, info in entry_infos(checkpoint):
-                end = info.offset + info.length
-                wanted[info.name] = max(wanted.get(info.name, 0), end)
-            for name, size in wanted.items():
+            for name, size in file_bytes(entry_infos(checkpoint)).items():
                 if sizes.get(name, 0) < size:
                     there = f"{sizes[name]} bytes" if name in sizes else "no such file"
                     return f"{name}: expected {size} bytes, found {there}"
