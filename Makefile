@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Three at a time: while ranks of one test wait for each other, others use the cores.
 PYTEST := -q -n 3 --dist loadfile --no-loadscope-reorder
+# Many processes import the same modules: each is compiled once, whatever the caller's setting.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Another torch, from PyPI with gigabytes of CUDA: make test-torch TORCH=2.6.0 [TESTS=tests/storage]
 TORCH ?= 2.6.0
