@@ -30,6 +30,7 @@ import queue
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -329,6 +330,7 @@ def _worker(rank: int, pipe: connection.Connection, log: str, stacks: str) -> No
     complete_torch()
     torch.set_num_threads(1)
     gc.freeze()  # what importing torch made is not looked through after every call
+    modules = len(sys.modules)
     pipe.send_bytes(pickle.dumps((True, None)))
     while True:
         order = orders.get()
@@ -341,6 +343,9 @@ def _worker(rank: int, pipe: connection.Connection, log: str, stacks: str) -> No
             order = orders.get()
             _close_groups()
         pipe.send_bytes(_clean_up(rank, before))
+        if len(sys.modules) > modules:  # likewise what a call imported; its garbage is gone
+            modules = len(sys.modules)
+            gc.freeze()
 
 
 def _listen(pipe: connection.Connection, orders: queue.SimpleQueue[tuple[Any, ...]]) -> None:

@@ -203,13 +203,13 @@ def _wrapped(order: str) -> nn.Module:
         )
         return wrap_fsdp1(model, policy=None)
     if order == "compile-fsdp":
-        model.layers = nn.ModuleList(torch.compile(m) for m in model.layers)  # type: ignore
+        model.layers = nn.ModuleList(torch.compile(m, backend="eager") for m in model.layers)  # type: ignore
         return wrap_fsdp1(model, policy="blocks")
     if order == "fsdp-compile":
-        return torch.compile(wrap_fsdp1(model))  # type: ignore[return-value]
+        return torch.compile(wrap_fsdp1(model), backend="eager")  # type: ignore[return-value]
     if order == "ddp-compile-checkpoint":
         model.layers = nn.ModuleList(  # type: ignore[assignment]
-            torch.compile(checkpoint_wrapper(m))  # type: ignore[misc]
+            torch.compile(checkpoint_wrapper(m), backend="eager")  # type: ignore[misc]
             for m in model.layers  # type: ignore[union-attr]
         )
         return DistributedDataParallel(model)
