@@ -192,21 +192,15 @@ def test_optimizers(tmp_path: Path, layout: str) -> None:
     _check(_measure(layout, tmp_path), layout)
 
 
-FEW = (
-    "heavyball AdamW",
-    "schedulefree AdamW",
-    "transformers Adafactor",
-    "CAME",
-    "Prodigy",
-    "torch LBFGS",
-    "PEFT LoRA, torch AdamW",
-)
+FEW = ("heavyball AdamW", "schedulefree AdamW", "CAME", "Prodigy", "torch LBFGS")
+LATE = ("transformers Adafactor", "PEFT LoRA, torch AdamW")  # each rank imports for seconds
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_few_optimizers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [FEW, pytest.param(LATE, marks=pytest.mark.slow)])
+def test_a_few_optimizers(tmp_path: Path, names: tuple[str, ...]) -> None:
     """The same in little: some under FSDP1, loaded there and under DDP."""
-    _check(_measure("FSDP1", tmp_path, FEW, ["DDP"], WORLD), "FSDP1", few=True)
+    _check(_measure("FSDP1", tmp_path, names, ["DDP"], WORLD), "FSDP1", few=True)
 
 
 @pytest.mark.parametrize("title", [OURS, STOCK])
