@@ -21,13 +21,13 @@ from dcp_fsdp_osd.cli.output import (
     print_table,
     progress_bar,
     say,
-    size_text,
 )
 from dcp_fsdp_osd.storage.latest import latest as find_latest
 from dcp_fsdp_osd.storage.redact import display_url
 from dcp_fsdp_osd.tools.check import check_checkpoint
 from dcp_fsdp_osd.tools.describe import Description, describe
 from dcp_fsdp_osd.tools.listing import list_checkpoints
+from dcp_fsdp_osd.tools.looks import size_text
 from dcp_fsdp_osd.tools.opened import Checkpoint, missing_key
 from dcp_fsdp_osd.tools.pruning import prune as prune_checkpoints
 from dcp_fsdp_osd.tools.values import figures, parse_slice, slice_box

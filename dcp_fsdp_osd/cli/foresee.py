@@ -1,8 +1,9 @@
-"""The commands that ask before a run: ``plan`` and ``doctor``."""
+"""The commands that ask before a run, and draw: ``plan``, ``plot`` and ``doctor``."""
 
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from dcp_fsdp_osd.cli.output import (
     CheckpointArgument,
     FolderArgument,
     JsonOption,
+    LongStorageOptions,
     StorageOptions,
     errors_as_lines,
     parse_options,
@@ -20,11 +22,13 @@ from dcp_fsdp_osd.cli.output import (
     print_table,
     progress_bar,
     say,
-    size_text,
 )
 from dcp_fsdp_osd.tools.forecast import forecast
+from dcp_fsdp_osd.tools.looks import size_text
 from dcp_fsdp_osd.tools.opened import Checkpoint
+from dcp_fsdp_osd.tools.plot import PLOT_KINDS, plot
 from dcp_fsdp_osd.tools.probe import diagnose
+from dcp_fsdp_osd.tools.sharding import Layout
 
 __all__ = ["add_commands"]
 
@@ -33,9 +37,23 @@ _AMOUNT = re.compile(r"([\d.]+)\s*([kmgt]?i?)(?:b(?:/s)?)?", re.IGNORECASE)
 _SPANS = {"ms": 1e-3, "s": 1.0, "": 1.0}
 
 
+_Wrap = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A module that is an FSDP unit, or a pattern: 'layers.*' (repeat it for more). "
+        "By default the outermost modules with a number for a name; '' for the root alone."
+    ),
+]
+_Layout = Annotated[str, typer.Option(help="fsdp1 (flat pieces) or fsdp2 (rows).")]
+_Bandwidth = Annotated[str, typer.Option(help="What one rank gets, a second.")]
+_Latency = Annotated[str, typer.Option(help="Of one request.")]
+_Concurrency = Annotated[int, typer.Option(min=1, help="Requests of a rank at a time.")]
+
+
 def add_commands(app: typer.Typer) -> None:
     """Add them to the application."""
     app.command("plan", epilog=EXITS)(plan_command)
+    app.command("plot", epilog=EXITS)(plot_command)
     app.command("doctor", epilog=EXITS)(doctor_command)
 
 
@@ -59,21 +77,23 @@ def _seconds(text: str) -> float:
     raise typer.BadParameter(f"expected a time such as 30ms or 0.03, found {text!r}")
 
 
+def _layout(text: str) -> Layout:
+    if text == "fsdp1":
+        return "fsdp1"
+    if text == "fsdp2":
+        return "fsdp2"
+    raise typer.BadParameter(f"expected fsdp1 or fsdp2, found {text!r}", param_hint="--layout")
+
+
 def plan_command(
     url: CheckpointArgument,
     *,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks of the shard group.")],
-    wrap: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A module that is an FSDP unit, or a pattern: 'layers.*' (repeat it for more). "
-            "By default the outermost modules with a number for a name; '' for the root alone."
-        ),
-    ] = None,
-    layout: Annotated[str, typer.Option(help="fsdp1 (flat pieces) or fsdp2 (rows).")] = "fsdp1",
-    bandwidth: Annotated[str, typer.Option(help="What one rank gets, a second.")] = "1GB",
-    latency: Annotated[str, typer.Option(help="Of one request.")] = "20ms",
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests of a rank at a time.")] = 16,
+    wrap: _Wrap = None,
+    layout: _Layout = "fsdp1",
+    bandwidth: _Bandwidth = "1GB",
+    latency: _Latency = "20ms",
+    concurrency: _Concurrency = 16,
     every_rank: Annotated[
         bool, typer.Option("--every-rank", help="Plan each one, not 128 evenly spaced ones.")
     ] = False,
@@ -86,10 +106,7 @@ def plan_command(
     From the checkpoint's metadata alone.  A rank's time is latency * (1 + requests / concurrency)
     + (metadata + bytes) / bandwidth; what all ranks want alike is read once, and not in it.
     """
-    if layout not in ("fsdp1", "fsdp2"):
-        raise typer.BadParameter(
-            f"expected fsdp1 or fsdp2, found {layout!r}", param_hint="--layout"
-        )
+    of_world = _layout(layout)
     options = parse_options(option, backend)
     with (
         errors_as_lines(options),
@@ -99,7 +116,7 @@ def plan_command(
         found = forecast(
             checkpoint,
             world_size,
-            layout="fsdp1" if layout == "fsdp1" else "fsdp2",
+            layout=of_world,
             wrapped=wrap,
             bandwidth=_bytes_a_second(bandwidth),
             latency=_seconds(latency),
@@ -131,6 +148,67 @@ def plan_command(
         f"entries, {size_text(found.shared_nbytes)}"
     )
     say(f"estimated time of the slowest rank: {found.seconds:.2f} s")
+
+
+def plot_command(
+    url: CheckpointArgument,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY]...", help="Only these tensors, or globs.")
+    ] = None,
+    *,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="out.png, out.svg or out.html.")
+    ],
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Of the load; by default as many as have saved.")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="Whose requests of the load are drawn.")] = 0,
+    wrap: _Wrap = None,
+    layout: _Layout = "fsdp1",
+    bandwidth: _Bandwidth = "1GB",
+    latency: _Latency = "20ms",
+    concurrency: _Concurrency = 16,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    as_json: JsonOption = False,
+    option: LongStorageOptions = None,
+    backend: BackendOption = "auto",
+) -> None:
+    """Draw which rank's boxes cover which tensor, sizes of files, and requests of a load over time.
+
+    From the metadata and the list of files.  out.html is one page that needs nothing else, and
+    tells of the box that is pointed at; the others need matplotlib.  The load is a forecast.
+    """
+    if PurePath(output).suffix not in PLOT_KINDS:
+        raise typer.BadParameter(
+            f"expected a name that ends with {', '.join(PLOT_KINDS)}, found {output!r} (here -o is "
+            "the picture; options of the storage client are --storage-option)",
+            param_hint="--output",
+        )
+    options = parse_options(option, backend)
+    of_world = _layout(layout)
+    with errors_as_lines(options), Checkpoint(url, **options) as checkpoint:
+        found = plot(
+            checkpoint,
+            output,
+            names or (),
+            world_size=world_size,
+            rank=rank,
+            layout=of_world,
+            wrapped=wrap,
+            bandwidth=_bytes_a_second(bandwidth),
+            latency=_seconds(latency),
+            concurrency=concurrency,
+            overwrite=overwrite,
+        )
+    if as_json:
+        print_json(found)
+        return
+    say(
+        f"{found.path}: {found.tensors[1]} tensors, {found.boxes[1]} boxes, {found.files[1]} files"
+        f", {found.requests} requests; {size_text(found.nbytes)}"
+    )
+    for note in found.notes:
+        say(note, error=True)
 
 
 def doctor_command(

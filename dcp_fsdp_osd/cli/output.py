@@ -35,6 +35,7 @@ __all__ = [
     "CheckpointArgument",
     "FolderArgument",
     "JsonOption",
+    "LongStorageOptions",
     "StorageOptions",
     "errors_as_lines",
     "parse_options",
@@ -42,7 +43,6 @@ __all__ = [
     "print_table",
     "progress_bar",
     "say",
-    "size_text",
 ]
 
 EXITS = (
@@ -51,15 +51,17 @@ EXITS = (
 )
 _WIDE = 400  # columns where the output is no terminal: nothing is cut there
 
+_ABOUT_OPTIONS = (
+    "An option of the storage client (endpoint_url, region, key, secret, token, anon, "
+    "allow_http, or its own); repeat it for more. Secrets are better left to the environment."
+)
 StorageOptions = Annotated[
     list[str] | None,
-    typer.Option(
-        "--storage-option",
-        "-o",
-        metavar="KEY=VALUE",
-        help="An option of the storage client (endpoint_url, region, key, secret, token, anon, "
-        "allow_http, or its own); repeat it for more. Secrets are better left to the environment.",
-    ),
+    typer.Option("--storage-option", "-o", metavar="KEY=VALUE", help=_ABOUT_OPTIONS),
+]
+LongStorageOptions = Annotated[  # where -o is the output
+    list[str] | None,
+    typer.Option("--storage-option", metavar="KEY=VALUE", help=_ABOUT_OPTIONS),
 ]
 BackendOption = Annotated[
     str, typer.Option("--backend", help="auto, local, obstore or fsspec.", metavar="NAME")
@@ -94,14 +96,6 @@ def parse_options(
                     f"{name}: expected JSON after '{value[:1]}'", param_hint=hint
                 ) from None
     return {"backend": backend, "storage_options": options}
-
-
-def size_text(nbytes: float) -> str:
-    """``1.5 GiB``."""
-    if nbytes < 1024:
-        return f"{nbytes:.0f} B"
-    power = min(int(math.log(nbytes, 1024)), 5)
-    return f"{nbytes / 1024**power:.1f} {'KMGTP'[power - 1]}iB"
 
 
 def _console() -> Console:

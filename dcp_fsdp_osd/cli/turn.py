@@ -21,12 +21,12 @@ from dcp_fsdp_osd.cli.output import (
     print_json,
     progress_bar,
     say,
-    size_text,
 )
 from dcp_fsdp_osd.storage.location import is_local
 from dcp_fsdp_osd.tools.convert import CHUNK, Written, import_file, rechunk
 from dcp_fsdp_osd.tools.difference import compare
 from dcp_fsdp_osd.tools.export import export_safetensors, export_torch
+from dcp_fsdp_osd.tools.looks import size_text
 from dcp_fsdp_osd.tools.opened import Checkpoint
 
 __all__ = ["add_commands"]

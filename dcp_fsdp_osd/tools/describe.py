@@ -26,6 +26,7 @@ __all__ = [
     "file_bytes",
     "fqn_and_state",
     "matching",
+    "rank_of_file",
 ]
 
 _OF_RANK = re.compile(r"__(\d+)_")
@@ -188,10 +189,15 @@ def describe(checkpoint: Checkpoint, globs: Iterable[str] = ()) -> Description:
     )
 
 
+def rank_of_file(name: str) -> int | None:
+    """The rank that wrote a file, where its name tells."""
+    found = _OF_RANK.match(name)
+    return int(found[1]) if found else None
+
+
 def _ranks(files: Iterable[str]) -> int | None:
-    numbers = [found and int(found[1]) for found in map(_OF_RANK.match, files)]
-    known = {number for number in numbers if number is not None}
-    return len(known) if known and None not in numbers else None
+    known = set(map(rank_of_file, files))
+    return len(known) if known and None not in known else None
 
 
 def _row(checkpoint: Checkpoint, key: str, held: Mapping[str, int]) -> Row:

@@ -27,7 +27,7 @@ from dcp_fsdp_osd.tools.opened import Checkpoint, Progress, missing_key, no_prog
 from dcp_fsdp_osd.tree import Path as KeyPath
 from dcp_fsdp_osd.tree import dotted
 
-__all__ = ["SAFETENSORS", "Exported", "export_safetensors", "export_torch"]
+__all__ = ["SAFETENSORS", "Exported", "export_safetensors", "export_torch", "new_file"]
 
 # Names of dtypes in safetensors' header.
 SAFETENSORS = {
@@ -96,7 +96,7 @@ def export_torch(
     below = _below(checkpoint, key)
     tensors = [name for name in below if name in checkpoint.tensors]
     objects = checkpoint.read_objects(name for name in below if name not in checkpoint.tensors)
-    with _new_file(path, overwrite=overwrite) as temporary:
+    with new_file(path, overwrite=overwrite) as temporary:
         # Memory that nobody touches takes no room.
         stand_ins = {
             name: torch.empty(checkpoint.shape(name), dtype=checkpoint.dtype(name))
@@ -156,7 +156,7 @@ def export_safetensors(
     text += b" " * (-len(text) % 8)
     begin = 8 + len(text)
     with (
-        _new_file(path, overwrite=overwrite) as temporary,
+        new_file(path, overwrite=overwrite) as temporary,
         temporary.open("wb", buffering=0) as file,
     ):
         _write(file, 0, memoryview(struct.pack("<Q", len(text)) + text))
@@ -186,7 +186,7 @@ def _below(checkpoint: Checkpoint, key: str | None) -> dict[str, KeyPath]:
 
 
 @contextlib.contextmanager
-def _new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
+def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
     """A temporary file beside `path`, which gets that name when the block ends without an error.
 
     Raises:

@@ -23,8 +23,8 @@ from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.layout import simulate, units_of
 from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.tools import Checkpoint, diagnose, forecast
-from dcp_fsdp_osd.tools.forecast import wrapped_modules
 from dcp_fsdp_osd.tools.opened import Want
+from dcp_fsdp_osd.tools.sharding import wrapped_modules
 from tests.servers import EmbeddedS3
 from tests.storage.fakes import Script
 from tests.tools.made import KINDS, broken, options, run, run_json, save, upload
@@ -147,7 +147,7 @@ def test_plan_says_what_is_wrong(blocks: Path, tmp_path: Path) -> None:
     assert run("plan", path, "--world-size", 2).exit_code == 0  # of which it reads no byte
 
 
-def _large(path: Path, *, layers: int, ranks: int) -> None:
+def write_large(path: Path, *, layers: int, ranks: int) -> None:
     """The metadata of a model that was saved by `ranks` ranks, each block cut into their rows."""
     stored: dict[str, Any] = {}
     entries: dict[Any, Any] = {}
@@ -178,7 +178,7 @@ def _large(path: Path, *, layers: int, ranks: int) -> None:
 
 def test_thousands_of_ranks(tmp_path: Path) -> None:
     """No data file is there at all; bounded in time."""
-    _large(tmp_path / "large", layers=16, ranks=64)
+    write_large(tmp_path / "large", layers=16, ranks=64)
     begin = time.process_time()
     told = run_json("plan", tmp_path / "large", "--world-size", 4096)
     assert time.process_time() - begin < 30
