@@ -18,12 +18,12 @@ PYTHONS ?=
 MUTANTS ?= 100
 SEED ?= 1
 
-.PHONY: demo test test-slow test-gpu test-torch test-versions mutate lint bench clean
+.PHONY: demo test test-slow test-gpu test-torch test-versions mutate lint bench docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check \
-		-c constraints.txt -e '.[test,optimizers,obstore,progress,crc32c]'
+		-c constraints.txt -e '.[test,docs,optimizers,obstore,progress,crc32c]'
 	touch $@
 
 demo: $(STAMP)
@@ -79,5 +79,9 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.storage
 	$(BIN)/python -m benchmarks.exchange
 
+# To site/; tests/test_docs.py, in `make test`, builds them too and runs what they show.
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) .venv-torch-* mutants build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* mutants build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,10 +21,36 @@ def test_the_changelog_has_the_version() -> None:
     assert re.search(rf"^## {re.escape(dcp_fsdp_osd.__version__)}\b", text, re.MULTILINE)
 
 
+_HERE = re.compile(
+    r"https://(?:github\.com|raw\.githubusercontent\.com)/dcp-fsdp-osd/dcp-fsdp-osd"
+    r"(?:/(?:blob|tree)/main/|/main/)([^)#\s\"]+)"
+)
+_PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *ROOT.glob("docs/**/*.md"),
+]
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    near = {page.parent / link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)}
+    far = {ROOT / link for link in _HERE.findall(text)}
+    assert [path for path in near | far if not path.exists()] == []
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_to_files_lead_somewhere(name: str) -> None:
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / name).read_text())
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_links_work_outside_of_the_repository(name: str) -> None:
+    """These are read elsewhere: on a package index, and as pages of the documentation."""
+    assert re.findall(r"\]\((?!https://)[^)]*\)", (ROOT / name).read_text()) == []
+
+
+def test_metadata_names_places_that_there_are() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    found = _HERE.findall(text)
+    assert len(found) == 2 and [name for name in found if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.slow  # pip fetches what builds the package

@@ -72,8 +72,12 @@ class CheckpointManager:
             part of them, each must be in as many process groups as the others.
         preempt_signals: say that the job will be ended soon, see :attr:`preempted`.  ``()`` leaves
             all signals alone, and :meth:`should_save` without a collective.
-        backend, storage_options, stall_seconds, retry: as for ``StreamingWriter``.
-        writer_options, reader_options: further ones of ``StreamingWriter`` and ``StreamingReader``.
+        backend: as for ``StreamingWriter``, as are the next three.
+        storage_options: of the storage client.
+        stall_seconds: time limit of storage that does nothing.
+        retry: how transient errors are retried.
+        writer_options: further ones of ``StreamingWriter``.
+        reader_options: further ones of ``StreamingReader``.
 
     Raises:
         ValueError: an argument; or signals are to be handled, and this is not the main thread.

@@ -69,7 +69,10 @@ class StreamingReader(HasRole, StorageReader):
             extended to whole blocks of 16 KiB to 1 MiB.  Entries of stock DCP have none.
         allow_pickle: unpickle whatever metadata and byte items name.  Runs code of the
             checkpoint's author's choice.
-        backend, storage_options, stall_seconds, retry: as for ``StreamingWriter``.
+        backend: as for ``StreamingWriter``, as are the next three.
+        storage_options: of the storage client.
+        stall_seconds: time limit of storage that does nothing.
+        retry: how transient errors are retried.
         process_group: ranks that load together: the first of them reads the metadata and hands it
             to the others.  All of them must call ``dcp.load``.  By default each rank reads it.
         progress: a bar on rank 0 in a terminal, log lines elsewhere.

@@ -139,7 +139,10 @@ class Checkpoint:
     """An open checkpoint; a context manager.
 
     Args:
-        path_or_url, backend, storage_options, allow_pickle: as for ``StreamingReader``.
+        path_or_url: as for ``StreamingReader``, as are the next three.
+        backend: what serves it.
+        storage_options: of the storage client.
+        allow_pickle: unpickle whatever is named; runs code of the author's choice.
         verify: check what is read against the checkpoint's checksums.
 
     Attributes:
