@@ -13,8 +13,10 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from dcp_fsdp_osd import FlatModelState, FlatOptimSavePlanner, FlatOptimState, StreamingWriter
+from dcp_fsdp_osd.layout.geometry import Box
+from dcp_fsdp_osd.tools import Checkpoint, compare
 
-__all__ = ["layers", "make_run", "trained"]
+__all__ = ["check_resumed", "layers", "make_run", "trained"]
 
 
 def make_run(folder: Path = Path()) -> None:
@@ -47,6 +49,15 @@ def make_run(folder: Path = Path()) -> None:
     content[700_000] ^= 4
     data.write_bytes(content)
     (folder / "bad" / "__9_0.distcp").write_bytes(b"x")
+
+
+def check_resumed(run: Path) -> None:
+    """After the README's example ran twice: the second time it went on with the first's state."""
+    with Checkpoint(run / "step-5") as first, Checkpoint(run / "step-10") as second:
+        assert second.read_box("optim.state.weight.step", Box((), ())).item() == 10
+        # Five steps of AdamW move a weight by some 5e-3; new weights are 0.1 from the old ones.
+        assert not compare(first, second, ["model.*"], atol=0.02).differences
+        assert compare(first, second, ["model.*"]).differences
 
 
 def layers() -> nn.Module:

@@ -17,7 +17,6 @@ from tests.servers import S3Endpoint, s3_server
 PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
-    if path.name != "tools.md"  # to come
 )
 NOT_RUN: dict[str, list[str]] = {}
 """The blocks that are not run, by page: their reasons, as the pages give them."""
