@@ -15,10 +15,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from examples import preempted
+from benchmarks.s3_server import S3Endpoint, s3_server
+from examples import (
+    async_preemption,
+    export,
+    fine_tune,
+    migrate_fsdp1_to_fsdp2,
+    preempted,
+    s3_streaming,
+)
 from examples.tiny_lm import Config, Text
 from examples.train_resume import RUNS, TOLERANCE, Run, judge
+from tests.ranks import mesh, run_ranks
 from tests.torch_gaps import AVERAGES_ON_CPU, lacks
 
 _ROOT = Path(__file__).parent.parent
@@ -179,3 +189,75 @@ def test_data_is_a_function_of_the_step() -> None:
     assert not torch.equal(batch, text.batch(6, config))
     assert batch.shape == (config.rows, config.context + 1)
     assert all(config.rows % world == 0 for world in (2, 4))
+
+
+def _migrate(rank: int, world: int, folder: str) -> tuple[list[float], list[float]]:
+    return migrate_fsdp1_to_fsdp2.main(folder, mesh=mesh(world))
+
+
+def _programs(rank: int, world: int, folder: Path, s3: S3Endpoint) -> dict[str, Any]:
+    """All of the small programs in one call."""
+
+    def strike(step: int) -> None:
+        if (rank, step) == (1, 7):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    (folder / "export").mkdir(exist_ok=True)
+    (folder / "tune").mkdir(exist_ok=True)
+    return {
+        "loaded": s3_streaming.main(s3.url("run"), s3.storage_options, width=64),
+        "all": async_preemption.main(f"{folder}/whole", 12),
+        "first": async_preemption.main(f"{folder}/struck", 12, strike),
+        "then": async_preemption.main(f"{folder}/struck", 12),
+        "export": export.main(folder / "export"),
+        "tune": fine_tune.main(f"{folder}/tune"),
+    }
+
+
+def test_small_programs(tmp_path: Path) -> None:
+    with s3_server() as s3:
+        ranks = run_ranks(_programs, 2, tmp_path, s3, timeout=120)
+    for found in ranks:
+        assert found["loaded"] == 3
+        assert found["first"] == found["all"][:7]  # it stopped in the step of the signal
+        assert found["first"] + found["then"] == found["all"] and len(found["all"]) == 12
+        tuned = found["tune"]
+        assert tuned["resumed"] == tuned["losses"] and len(set(tuned["losses"])) == 3
+        new = {"classifier.weight", "classifier.bias"}
+        assert tuned["changed"] - {"head.weight", "head.bias"} == new
+        assert {line.split(":")[0] for line in tuned["skipped"]} >= new
+    assert sorted(each.name for each in (tmp_path / "struck").iterdir()) == ["step-10", "step-7"]
+    outputs = ranks[0]["export"]
+    assert torch.equal(outputs["fsdp"], outputs["plain"])
+    whole = torch.load(tmp_path / "export/all.pt", weights_only=True)
+    tensors = load_file(tmp_path / "export/model.safetensors")
+    assert tensors.keys() == whole["model"].keys() == export.layers().state_dict().keys()
+    assert all(torch.equal(tensor, whole["model"][name]) for name, tensor in tensors.items())
+
+
+@lacks(not AVERAGES_ON_CPU, "FSDP2 on CPU (gloo sums gradients for their mean)")
+def test_losses_go_on_to_the_bit_from_fsdp1_to_fsdp2(tmp_path: Path) -> None:
+    for before, after in run_ranks(_migrate, 2, str(tmp_path)):
+        assert before == after and len(set(before)) == 3
+
+
+_PROGRAMS = {
+    "async_preemption.py": "steps 1 to 12 of 12",
+    "export.py": "outputs equal",
+    "fine_tune.py": "resumed",
+    "migrate_fsdp1_to_fsdp2.py": ": equal",
+    "s3_streaming.py": "/step-3 through",
+}
+
+
+@pytest.mark.slow  # each starts torchrun
+@pytest.mark.parametrize("program", _PROGRAMS)
+def test_small_programs_under_torchrun(program: str, tmp_path: Path) -> None:
+    if program == "migrate_fsdp1_to_fsdp2.py" and not AVERAGES_ON_CPU:
+        pytest.skip("FSDP2 on CPU")
+    options = [str(tmp_path)] if program in ("async_preemption.py", "s3_streaming.py") else []
+    options += ["--steps", "12"] if program == "async_preemption.py" else []
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = _run(sys.executable, *torchrun, f"examples/{program}", *options, limit=120)
+    assert _PROGRAMS[program] in done.stdout, done.stdout
+    assert done.returncode == 0 or _ABORT_AT_EXIT in done.stdout, done.stdout
