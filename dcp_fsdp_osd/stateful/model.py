@@ -104,7 +104,6 @@ class FlatModelState(NotADict, Stateful):
             return values  # raised where all ranks learn of it
         groups = list(_names_of_tensors(self.model))
         if _has_fsdp1(self.model):
-            _check_hooks(self.model)
             taken: set[tuple[int, str]] = set()
             for shard in flat_shards(self.model):
                 taken.update((id(module), name) for module, name in shard.places)
@@ -113,6 +112,7 @@ class FlatModelState(NotADict, Stateful):
                     guard.segments[fqn] = shard.segment
                     guard.shard_groups[fqn] = shard.shard_group
                     guard.tied[fqn] = shard.names[0]
+            _check_hooks(self.model, {module for module, _ in taken})
             values.update(_outside(self.model, taken))
             dtypes = low_precision_buffers(self.model)
             guard.dtypes = {name: dtype for name, dtype in dtypes.items() if name in values}
@@ -195,11 +195,12 @@ _HOOKS = (
 _KNOWN = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
 
 
-def _check_hooks(model: nn.Module) -> None:
-    """Raise for modules whose state dict is more than their parameters and buffers."""
+def _check_hooks(model: nn.Module, flat: set[int]) -> None:
+    """Raise for modules whose state dict is more than their parameters and buffers; `flat` are
+    the ids of those with parameters that FSDP1 has flattened."""
     found = []
     for module, (name, *_) in module_names(model).items():
-        parts = [(method, getattr(type(module), method)) for method in _METHODS]
+        parts = [] if _is_stateless(module, flat) else _methods(module)
         parts += [(h, hook) for h in _HOOKS for hook in getattr(module, h, {}).values()]
         for kind, function in parts:
             if not _origin(function).startswith(_KNOWN):
@@ -211,6 +212,17 @@ def _check_hooks(model: nn.Module) -> None:
             + listed(dict.fromkeys(found))
             + "\nSave this model with get_model_state_dict and load it with set_model_state_dict"
         )
+
+
+def _methods(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(method, getattr(type(module), method)) for method in _METHODS]
+
+
+def _is_stateless(module: nn.Module, flat: set[int]) -> bool:
+    """Whether there is nothing of it to save: it may have a ``state_dict`` of its own then, as
+    torchmetrics' metrics have."""
+    tensors = (*module.parameters(), *module.buffers())
+    return not tensors and flat.isdisjoint(map(id, module.modules())) and not module.state_dict()
 
 
 def _origin(function: Any) -> str:

@@ -583,11 +583,44 @@ class _Overridden(Mlp):
         return {"outer": super().state_dict(*args, **kwargs)}
 
 
+class _Metric(nn.Module):
+    """Has a state dict of its own, as torchmetrics' metrics have; empty, as a rule."""
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self.total, self.kept = torch.tensor(1.0), kept
+
+    def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
+        return {"total": self.total} if self.kept else {}
+
+
+class _OwnLinear(nn.Linear):
+    """Whose parameters are flattened, so that it looks as if it had none."""
+
+    def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
+        return {}
+
+
+class _WithPart(Mlp):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+
 def _hooks(rank: int, world: int, path: str) -> None:
-    for model, text in ((_Hooked(), "first"), (_Overridden(), "state_dict")):
-        with pytest.raises(ValueError, match="FlatModelState passes over") as caught:
-            FlatModelState(wrap_fsdp1(model)).state_dict()
-        assert text in str(caught.value)
+    for use_orig_params in (True, False):
+        for model, text in (
+            (_Hooked(), "first"),
+            (_Overridden(), "state_dict"),
+            (_WithPart(_Metric(kept=True)), "part (_Metric)"),
+            (_WithPart(nn.Sequential(_OwnLinear(3, 5))), "part.0 (_OwnLinear)"),
+        ):
+            wrapped = wrap_fsdp1(model, use_orig_params=use_orig_params)
+            with pytest.raises(ValueError, match="FlatModelState passes over") as caught:
+                FlatModelState(wrapped).state_dict()
+            assert text in str(caught.value)
+    fine = FlatModelState(wrap_fsdp1(_WithPart(_Metric(kept=False)))).state_dict()
+    assert not any(name.startswith("part") for name in fine)
 
 
 def test_modules_that_change_their_state_dict_are_refused(tmp_path: Path) -> None:
