@@ -17,8 +17,10 @@ PYTHONS ?=
 # How many mutants of the pure modules are tried, drawn by a seed: make mutate MUTANTS=200 SEED=2
 MUTANTS ?= 100
 SEED ?= 1
+# How long the soak runs, and from which seed: make soak SOAK_MINUTES=20 SEED=1000
+SOAK_MINUTES ?= 120
 
-.PHONY: demo test test-slow test-gpu test-torch test-versions mutate lint bench docs clean
+.PHONY: demo test test-slow test-gpu test-torch test-versions soak mutate lint bench docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -58,6 +60,9 @@ test-gpu: $(STAMP)
 
 test-versions: $(STAMP)
 	$(BIN)/python -m pytest -q tests/versions $(foreach python,$(PYTHONS),--other-python=$(python))
+
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) --seed $(SEED) --log out/soak-$(SEED).log
 
 $(VENV)/.mutmut: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutate]'

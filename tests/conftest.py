@@ -32,6 +32,7 @@ _LONG = (
     "tests/storage/test_faults_proxy.py",
     "tests/storage/test_kill.py",
     "tests/test_long_training.py",
+    "tests/soak/test_soak.py",
 )
 """What takes longest begins first, so that no process is left with it alone at the end."""
 

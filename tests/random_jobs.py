@@ -7,9 +7,11 @@ and the same kind of optimizer, and everything else of their own: world size, un
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,7 @@ from dcp_fsdp_osd import (
 from tests import ranks
 from tests.models import full_state
 
-__all__ = ["Job", "Side", "draw", "load", "save"]
+__all__ = ["Job", "Side", "build", "draw", "load", "releasing", "save", "train"]
 
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
@@ -44,6 +46,8 @@ OPTIMIZERS = {
 }
 _STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 _HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+P = ParamSpec("P")
+T = TypeVar("T")
 Tree = tuple[list[tuple[int, ...]], list[Any]]
 
 
@@ -101,10 +105,11 @@ def _tree(rng: random.Random, depth: int = 0) -> Tree:
     return (shapes or ([] if kids else [(3,)]), kids)
 
 
-def _side(rng: random.Random, by: str) -> Side:
+def _side(rng: random.Random, by: str, worlds: tuple[int, ...]) -> Side:
     strategy = rng.choice((*_STRATEGIES, *_HYBRID) if by == "ours" else _STRATEGIES[:3])
+    squares = tuple(world for world in worlds if world >= 4 and world % 2 == 0)
     return Side(
-        world=4 if strategy in _HYBRID else rng.choice((1, 2, 3, 4)),
+        world=rng.choice(squares if strategy in _HYBRID else worlds),
         strategy=strategy,
         use_orig_params=rng.random() < 0.6,
         wrapped=rng.choice((0, 0.3, 0.7, 1)),
@@ -115,11 +120,11 @@ def _side(rng: random.Random, by: str) -> Side:
     )
 
 
-def draw(seed: int) -> Job:
-    """The job of a seed."""
+def draw(seed: int, worlds: tuple[int, ...] = (1, 2, 3, 4)) -> Job:
+    """The job of a seed, of `worlds`; 4 or more even ranks are one of them."""
     rng = random.Random(seed)
     savers = rng.choice((("ours", "ours"), ("ours", "ours"), ("ours", "stock"), ("stock", "ours")))
-    source, target = (_side(rng, by) for by in savers)
+    source, target = (_side(rng, by, worlds) for by in savers)
     if target.by == "stock":
         # It loads groups by their position.  And with ShardedTensor, which FSDP1 makes without a
         # mesh, it fails where a rank holds no row of some parameter.
@@ -139,7 +144,33 @@ def draw(seed: int) -> Job:
     )
 
 
-def _build(job: Job, side: Side, seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
+_built: list[FSDP] = []
+
+
+def releasing(fn: Callable[P, T]) -> Callable[P, T]:
+    """A function on a rank after which the models that it has built are gone.
+
+    FSDP1's flat parameters and the views of them hold each other, partly from C++, where no
+    garbage collection sees it (without any checkpoint, too): a process that makes one model after
+    another would keep them all, with their process groups.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            for model in _built:
+                for module in FSDP.fsdp_modules(model):
+                    if module._handle is not None:
+                        vars(module._handle.flat_param).clear()
+                        vars(module._handle).clear()
+            _built.clear()
+
+    return call
+
+
+def build(job: Job, side: Side, seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     rng = random.Random(side.seed)
     world = dist.get_world_size()
@@ -164,6 +195,7 @@ def _build(job: Job, side: Side, seed: int) -> tuple[FSDP, torch.optim.Optimizer
         )
 
     model = wrap(Node(job.tree).to(job.dtype), root=True)
+    _built.append(model)
     groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
     if side.use_orig_params and side.groups > 1:
         groups = [{"params": []} for _ in range(side.groups)]
@@ -175,7 +207,7 @@ def _build(job: Job, side: Side, seed: int) -> tuple[FSDP, torch.optim.Optimizer
     return model, OPTIMIZERS[job.optimizer](groups)
 
 
-def _train(model: nn.Module, optim: torch.optim.Optimizer, steps: int) -> None:
+def train(model: nn.Module, optim: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
         model(torch.zeros(()) + 0.1 * dist.get_rank()).backward()
         optim.step()
@@ -188,10 +220,11 @@ def _snapshot(model: nn.Module, optim: torch.optim.Optimizer) -> list[torch.Tens
     return [torch.get_rng_state(), *(value.detach().clone() for value in values)]
 
 
+@releasing
 def save(rank: int, world: int, job: Job, path: str) -> dict[str, Any]:
     """Train and save; returns the whole state by stock's gather."""
-    model, optim = _build(job, job.source, seed=1)
-    _train(model, optim, 2)
+    model, optim = build(job, job.source, seed=1)
+    train(model, optim, 2)
     writer = StreamingWriter(path) if job.streaming else dcp.FileSystemWriter(path)
     if job.source.by == "stock":
         dcp.save({"optim": get_optimizer_state_dict(model, optim)}, storage_writer=writer)
@@ -205,9 +238,10 @@ def save(rank: int, world: int, job: Job, path: str) -> dict[str, Any]:
     return full_state(model, optim)
 
 
+@releasing
 def load(rank: int, world: int, job: Job, path: str) -> dict[str, Any]:
     """Load into another model and optimizer, and be able to train on; returns the whole state."""
-    model, optim = _build(job, job.target, seed=9)
+    model, optim = build(job, job.target, seed=9)
     reader = StreamingReader(path) if job.streaming else dcp.FileSystemReader(path)
     if job.target.by == "stock":
         state = {"optim": get_optimizer_state_dict(model, optim)}
@@ -215,10 +249,10 @@ def load(rank: int, world: int, job: Job, path: str) -> dict[str, Any]:
         set_optimizer_state_dict(model, optim, state["optim"])
     else:
         if job.live:
-            _train(model, optim, 1)
+            train(model, optim, 1)
         state = {"optim": optim.state_dict() if job.live else {}}
         dcp.load(state, storage_reader=reader, planner=FlatOptimLoadPlanner(model, optim))
         optim.load_state_dict(state["optim"])
     full = full_state(model, optim)
-    _train(model, optim, 1)
+    train(model, optim, 1)
     return full

@@ -45,7 +45,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["GRACE", "RankError", "RankFailure", "close_pool", "mesh", "run_ranks", "type_names"]
+__all__ = [
+    "GRACE",
+    "RankError",
+    "RankFailure",
+    "RankPool",
+    "close_pool",
+    "mesh",
+    "run_ranks",
+    "type_names",
+]
 
 GRACE = 5.0
 """Seconds that the other ranks get to fail by themselves after one has failed."""
@@ -115,7 +124,7 @@ def run_ranks(
     ``fn``, arguments and results are pickled; tensors go by value.  Raises :class:`RankError`
     when any rank raised, died or took longer than ``timeout`` seconds.
     """
-    return _pool.run(world_size, pickle.dumps((fn, args)), timeout)
+    return _pool.run(fn, world_size, *args, timeout=timeout)
 
 
 _meshes: dict[Any, DeviceMesh] = {}
@@ -193,15 +202,24 @@ class _Worker:
         self.pipe.close()
 
 
-class _Pool:
-    """Worker processes, as many as the largest world so far; a call takes the first of them."""
+class RankPool:
+    """Worker processes, as many as the largest world so far; a call takes the first of them.
 
-    def __init__(self) -> None:
+    :func:`run_ranks` has one; another is for calls that end their workers, or run beside others.
+    With `lasting`, workers are kept that have a thread more than before; the caller looks at that.
+    """
+
+    def __init__(self, *, lasting: bool = False) -> None:
+        self._lasting = lasting
         self._workers: list[_Worker] = []
         self._calls = 0
         self._folder: Path | None = None
 
-    def run(self, world_size: int, payload: bytes, timeout: float) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+    ) -> list[Any]:
+        """As :func:`run_ranks`."""
+        payload = pickle.dumps((fn, args))
         workers = self._started(world_size)
         self._calls += 1
         store = f"{self._folder}/store-{self._calls}"
@@ -238,7 +256,7 @@ class _Pool:
         for worker in workers:
             worker.send("finish")
         cleaned, failures = self._collect(workers, time.monotonic() + GROUP_TIMEOUT, "finish")
-        return not failures and all(cleaned.values()), failures
+        return not failures and (self._lasting or all(cleaned.values())), failures
 
     def _collect(
         self, workers: list[_Worker], deadline: float, doing: str
@@ -305,7 +323,7 @@ def _logs(workers: list[_Worker]) -> str:
     return "\n".join(filter(None, (worker.output() for worker in workers)))
 
 
-_pool = _Pool()
+_pool = RankPool()
 atexit.register(_pool.close)
 
 
