@@ -40,6 +40,9 @@ __all__ = ["Chunk", "FilePlan", "item_bytes", "pack", "plan_files"]
 
 SMALL = 1 << 16
 """Items below this many bytes are laid side by side at the start of a rank's first file."""
+TINY = 1 << 11
+"""Items up to this many bytes lie before other small ones, which are up to 32 times as large: what
+is read of thousands of files because of them is mostly asked for."""
 _JOIN = 1 << 12  # payloads up to this are copied: a thousand of them make one piece
 _JOINED = 1 << 20  # bytes that are copied before they become a piece
 _ENVELOPE = 800  # about what header and trailer take
@@ -86,15 +89,19 @@ def plan_files(
 ) -> list[FilePlan]:
     """Spread `items` over at most `files` files of at least about `least` bytes.
 
-    Small items come first, in the first file: a load that wants all scalars reads one range.  The
-    others keep their order, cut where the bytes are even: neighbours in the plan (a flat tensor's
-    boxes) stay neighbours on the disk, so that a load at another layout reads long ranges.
+    Small items come first, in the first file, and tiny ones before them: a load that wants all
+    scalars, or a rank's slivers of all norms, reads one range.  The others keep their order, cut
+    where the bytes are even: neighbours in the plan (a flat tensor's boxes) stay neighbours on the
+    disk, so that a load at another layout reads long ranges.
     """
     sizes = {id(item): item_bytes(item) for item in items}
     is_small = {
         id(item): item.type == WriteItemType.BYTE_IO or sizes[id(item)] < SMALL for item in items
     }
-    ordered = sorted(items, key=lambda item: not is_small[id(item)])
+    ordered = sorted(
+        items,
+        key=lambda item: (not is_small[id(item)], is_small[id(item)] and sizes[id(item)] > TINY),
+    )
     total = sum(sizes.values()) + _ENVELOPE * len(items)
     count = max(1, min(files, total // max(least, 1)))
     groups: list[list[WriteItem]] = [[] for _ in range(count)]

@@ -159,3 +159,26 @@ def test_no_other_zip_names_nothing() -> None:
     with zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02K\x05.")
     assert not names_nothing(compressed.getvalue())
+
+
+@pytest.mark.parametrize("part_size", [None, 1 << 16])
+def test_the_smallest_lie_together(tmp_path: Path, part_size: int | None) -> None:
+    """A rank's shards of norms among those of matrices: who wants the norms alone, as another
+    layout's last rank does of thousands of files, asks each file once."""
+    state: dict[str, Any] = {}
+    for layer in range(60):
+        state[f"{layer}.norm"] = torch.full((16,), float(layer))
+        state[f"{layer}.k"] = torch.randn(2000)
+        state[f"{layer}.v"] = torch.randn(3000 + layer)
+        state[f"{layer}.ffn"] = torch.randn(20_000)
+        state[f"{layer}.step"] = torch.tensor(float(layer))
+    path = tmp_path / "ck"
+    writer = StreamingWriter(path, fsync=False, part_size=part_size)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    for wanted, most in (("norm",), 12), (("norm", "step"), 1):
+        target = {k: torch.zeros_like(v) for k, v in state.items() if k.split(".")[1] in wanted}
+        reader = StreamingReader(path)
+        dcp.load(target, storage_reader=reader, no_dist=True)
+        assert all(torch.equal(value, state[key]) for key, value in target.items())
+        # Norms alone are read with some of the steps between them.
+        assert reader.stats.requests - 2 <= most  # less the size and bytes of the metadata
