@@ -116,6 +116,7 @@ def test_the_limit_leaves_no_process() -> None:
 _ABORT_AT_EXIT = "terminate called without an active exception"
 
 
+@pytest.mark.slow  # the README's example always runs under torchrun
 def test_minimal_under_torchrun() -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = _run(sys.executable, *torchrun, "examples/minimal.py", limit=120)
