@@ -17,7 +17,7 @@ from dcp_fsdp_osd.tools.sharding import Layout, Sharding
 
 __all__ = ["Forecast", "RankForecast", "forecast"]
 
-SAMPLE = 128
+SAMPLE = 64
 """Ranks that are planned where there are more, unless all are asked for."""
 
 

@@ -87,20 +87,23 @@ class Chunks:
 
     def __init__(self, stored: TensorStorageMetadata) -> None:
         self.shape = tuple(map(int, stored.size))
-        boxes = [Box(tuple(map(int, c.offsets)), tuple(map(int, c.sizes))) for c in stored.chunks]
-        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        found = []
-        for box in boxes:
-            if box.numel:
-                first = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-                last = first + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
-                found.append((first, last, box))
-        found.sort(key=lambda each: each[:2])
-        self._firsts = [first for first, _, _ in found]
-        self._boxes = [box for _, _, box in found]
+        dims = len(self.shape)
+        strides = self._strides = [math.prod(self.shape[dim + 1 :]) for dim in range(dims)]
+        # A row for each box: there may be a million of them, and few are looked at.
+        offsets = torch.tensor([chunk.offsets for chunk in stored.chunks], dtype=torch.int64)
+        sizes = torch.tensor([chunk.sizes for chunk in stored.chunks], dtype=torch.int64)
+        offsets, sizes = offsets.view(-1, dims), sizes.view(-1, dims)
+        filled = (sizes > 0).all(dim=1)
+        offsets, sizes = offsets[filled], sizes[filled]
+        steps = torch.tensor(strides, dtype=torch.int64)
+        firsts = (offsets * steps).sum(dim=1)
+        lasts = firsts + ((sizes - 1) * steps).sum(dim=1)
+        by_last = lasts.argsort(stable=True)
+        order = by_last[firsts[by_last].argsort(stable=True)]
+        self._offsets, self._sizes = offsets[order].tolist(), sizes[order].tolist()
+        self._firsts: list[int] = firsts[order].tolist()
         # Where all boxes up to this one have ended: those before are passed over.
-        self._ends = list(itertools.accumulate((last for _, last, _ in found), max))
-        self._strides = strides
+        self._ends: list[int] = list(itertools.accumulate(lasts[order].tolist(), max))
 
     def overlapping(self, box: Box) -> Iterator[tuple[Box, Box]]:
         """Each saved box that has elements of `box`, and those elements (offsets in the tensor)."""
@@ -110,7 +113,8 @@ class Chunks:
         last = first + sum((n - 1) * s for n, s in zip(box.sizes, self._strides, strict=True))
         begin = bisect.bisect_left(self._ends, first)
         end = bisect.bisect_right(self._firsts, last)
-        for saved in self._boxes[begin:end]:
+        for number in range(begin, end):
+            saved = Box(tuple(self._offsets[number]), tuple(self._sizes[number]))
             both = saved.overlap(box)
             if both is not None:
                 yield saved, both

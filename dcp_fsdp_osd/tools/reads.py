@@ -29,6 +29,7 @@ from dcp_fsdp_osd.tools.sharding import Layout, Sharding
 __all__ = ["Pace", "Planned", "Reads", "Request", "requests_of", "schedule"]
 
 _REQUEST = 8 << 20  # bytes, as the reader cuts
+_NOWHERE = torch.Size(())  # nothing is read
 _HEADER = 1 << 9  # about what lies before the payload in an entry of torch.save
 
 
@@ -186,7 +187,9 @@ class Reads:
         self._checkpoint, self._keys = checkpoint, keys
         self._index = _Guessed(checkpoint)
         self._verify = checkpoint.checksum is not None
+        self._ours = hasattr(checkpoint.metadata, "dcp_fsdp_osd")
         self._planner = DefaultLoadPlanner()
+        self._cut_alike: dict[str, list[list[str]]] = {}
         session = checkpoint.session
         self.metadata_nbytes = checkpoint.call(lambda: session.store.size(metadata_name()), "size")
         self._gap = session.store.limits.gap
@@ -194,12 +197,7 @@ class Reads:
     def plan(self, boxes: Iterable[tuple[str, Box]]) -> Planned:
         """The requests for boxes of parameters, and for all state that is sharded alike."""
         stats = Stats()
-        items = [
-            item
-            for fqn, box in boxes
-            for key in self._keys.get(fqn, ())
-            for item in self._items(key, box)
-        ]
+        items = [item for fqn, box in boxes for item in self._items(fqn, box)]
         wanted = Wanted(
             items,
             self._index,
@@ -222,17 +220,31 @@ class Reads:
                 keys.append(tuple(dict.fromkeys(read)))
         return Planned(tuple(fetches), tuple(keys), stats.needed)
 
-    def _items(self, key: str, box: Box) -> Iterator[ReadItem]:
-        for saved, both in self._checkpoint.chunks(key).overlapping(box):
-            offsets = (a - b for a, b in zip(both.offsets, saved.offsets, strict=True))
-            yield ReadItem(
-                type=LoadItemType.TENSOR,
-                dest_index=MetadataIndex(key),
-                dest_offsets=torch.Size(()),
-                storage_index=MetadataIndex(key, torch.Size(saved.offsets)),
-                storage_offsets=torch.Size(offsets),
-                lengths=torch.Size(both.sizes),
-            )
+    def _items(self, fqn: str, box: Box) -> Iterator[ReadItem]:
+        for keys in self._alike(fqn):
+            for saved, both in self._checkpoint.chunks(keys[0]).overlapping(box):
+                at = torch.Size(saved.offsets)
+                offsets = torch.Size([a - b for a, b in zip(both.offsets, at, strict=True)])
+                lengths = torch.Size(both.sizes)
+                for key in keys:
+                    index = MetadataIndex(key, at)
+                    yield ReadItem(LoadItemType.TENSOR, index, _NOWHERE, index, offsets, lengths)
+
+    def _alike(self, fqn: str) -> list[list[str]]:
+        """The keys of a parameter by how they are cut into chunks: a weight and its state are cut
+        alike, and are looked at together."""
+        found = self._cut_alike.get(fqn)
+        if found is None:
+            tensors = self._checkpoint.tensors
+            found = self._cut_alike[fqn] = []
+            for key in self._keys.get(fqn, ()):
+                for keys in found:
+                    if tensors[keys[0]].chunks == tensors[key].chunks:
+                        keys.append(key)
+                        break
+                else:
+                    found.append([key])
+        return found
 
     def _ends(
         self, items: Iterable[ReadItem]
@@ -240,6 +252,8 @@ class Reads:
         """What is read of stock's entries to find their payloads; and the key of each."""
         found: list[tuple[str, FileRange]] = []
         keys: list[tuple[str, ...]] = []
+        if self._ours:  # which say where payloads lie
+            return found, keys
         for index in dict.fromkeys(item.storage_index for item in items):
             info = Index.entry(self._index, index)
             if info.kind is None and info.length > SMALL:
