@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from pathlib import Path
 
+import boto3
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -16,7 +18,7 @@ from dcp_fsdp_osd import FlatModelState, FlatOptimSavePlanner, FlatOptimState, S
 from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.tools import Checkpoint, compare
 
-__all__ = ["check_resumed", "layers", "make_run", "trained"]
+__all__ = ["check_resumed", "layers", "make_run", "put_on_s3", "trained"]
 
 
 def make_run(folder: Path = Path()) -> None:
@@ -74,3 +76,12 @@ def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     optim.step()
     optim.zero_grad()
     return model, optim
+
+
+def put_on_s3(url: str, *folders: str) -> None:
+    """The files in some folders as objects below `url`, on the server of the environment."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+    for folder in folders:
+        for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            client.put_object(Bucket=bucket, Key=f"{prefix}{file}", Body=file.read_bytes())

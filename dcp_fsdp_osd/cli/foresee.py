@@ -95,7 +95,7 @@ def plan_command(
     latency: _Latency = "20ms",
     concurrency: _Concurrency = 16,
     every_rank: Annotated[
-        bool, typer.Option("--every-rank", help="Plan each one, not 128 evenly spaced ones.")
+        bool, typer.Option("--every-rank", help="Plan each one, not 64 evenly spaced ones.")
     ] = False,
     as_json: JsonOption = False,
     option: StorageOptions = None,
@@ -204,8 +204,9 @@ def plot_command(
         print_json(found)
         return
     say(
-        f"{found.path}: {found.tensors[1]} tensors, {found.boxes[1]} boxes, {found.files[1]} files"
-        f", {found.requests} requests; {size_text(found.nbytes)}"
+        f"{found.path}: {found.tensors[1]} tensors, {found.boxes[1]} boxes, {found.files[1]} "
+        f"file{'' if found.files[1] == 1 else 's'}, {found.requests} requests; "
+        + size_text(found.nbytes)
     )
     for note in found.notes:
         say(note, error=True)

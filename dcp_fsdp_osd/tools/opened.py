@@ -92,7 +92,8 @@ class Chunks:
         # A row for each box: there may be a million of them, and few are looked at.
         offsets = torch.tensor([chunk.offsets for chunk in stored.chunks], dtype=torch.int64)
         sizes = torch.tensor([chunk.sizes for chunk in stored.chunks], dtype=torch.int64)
-        offsets, sizes = offsets.view(-1, dims), sizes.view(-1, dims)
+        count = len(stored.chunks)
+        offsets, sizes = offsets.view(count, dims), sizes.view(count, dims)
         filled = (sizes > 0).all(dim=1)
         offsets, sizes = offsets[filled], sizes[filled]
         steps = torch.tensor(strides, dtype=torch.int64)

@@ -182,7 +182,7 @@ def test_thousands_of_ranks(tmp_path: Path) -> None:
     begin = time.process_time()
     told = run_json("plan", tmp_path / "large", "--world-size", 4096)
     assert time.process_time() - begin < 30
-    assert told["units"] == 16 and len(told["ranks"]) == 128
+    assert told["units"] == 16 and len(told["ranks"]) == 64
     total = 16 * 2 * 4 * (8192 * 8192 + 2 * 28672 * 8192)
     assert told["total_nbytes"] == pytest.approx(total, rel=0.02)
     assert told["ranks"][-1]["rank"] == 4095
