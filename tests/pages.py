@@ -22,6 +22,7 @@ Comments, which readers do not see, say what is to be done beside:
     <!-- file: example.py -->        the block below is a file; ``torchrun`` runs it
     <!-- not run: it needs a GPU --> the block below is not run; tests/test_docs.py lists these
     <!-- ranks: 1 -->                how many ranks run the page, where not two
+    <!-- torch: 2.9 -->              what it needs; with an older one the page is not run
 
 URLs ``s3://bucket/...`` and the endpoint ``http://localhost:9000`` stand for a server of the tests,
 whose credentials are in the environment; ``/checkpoints`` for the page's own folder.  In what is
@@ -44,8 +45,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.ranks import run_ranks
 from tests.servers import S3Endpoint
+from tests.torch_gaps import VERSION
 
 __all__ = ["ROOT", "Block", "Failure", "blocks_of", "commands_in", "run_page", "run_steps"]
 
@@ -57,7 +61,9 @@ RANKS = 2
 LIMIT = 400.0
 
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,}) *([^`]*?) *$")
-_COMMENT = re.compile(r"^ *<!--\s*(setup|output|file|not run|ranks)\b:?\s?(.*?)-->\s*$", re.DOTALL)
+_COMMENT = re.compile(
+    r"^ *<!--\s*(setup|output|file|not run|ranks|torch)\b:?\s?(.*?)-->\s*$", re.DOTALL
+)
 _NUMBER = re.compile(r"[0-9a-f]{12,}|[-+]?\d+(?:[.,:]\d+)*(?:e[+-]?\d+)?")
 
 
@@ -130,7 +136,7 @@ def blocks_of(path: Path, name: str | None = None) -> list[Block]:
             comment = _COMMENT.match("\n".join(lines[first - 1 : number]))
             if comment is None:
                 continue
-            if comment[1] in ("setup", "ranks"):
+            if comment[1] in ("setup", "ranks", "torch"):
                 found.append(Block(page, first, comment[1], comment[2]))
             else:
                 mark, note = comment[1], " ".join(comment[2].split())
@@ -182,6 +188,14 @@ def run_page(path: Path, folder: Path, endpoint: S3Endpoint, name: str | None = 
     """
     blocks = blocks_of(path, name)
     page = name or path.name
+    ranks, needed = RANKS, (0,)
+    for block in blocks:
+        if block.kind == "ranks":
+            ranks = int(block.text)
+        elif block.kind == "torch":
+            needed = tuple(map(int, block.text.split(".")))
+    if needed > VERSION:
+        pytest.skip(f"{page} needs torch {'.'.join(map(str, needed))}")
     real = {
         FOLDER: str(folder),
         BUCKET: f"{BUCKET}{re.sub(r'[^a-z0-9]+', '-', page.lower())}/",
@@ -210,8 +224,7 @@ def run_page(path: Path, folder: Path, endpoint: S3Endpoint, name: str | None = 
                     steps.append(Block(page, number, f"{block.kind} command", command, note=text))
         elif block.kind in ("python", "setup") or block.mark == "output":
             steps.append(block)
-    ranks = next((int(block.text) for block in blocks if block.kind == "ranks"), RANKS)
-    if any(step.kind != "setup" for step in steps):
+    if steps:
         run_ranks(
             run_steps, ranks, steps, str(path.resolve()), str(folder), real, environ, timeout=LIMIT
         )

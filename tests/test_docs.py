@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import dcp_fsdp_osd
 from tests.pages import ROOT, Failure, blocks_of, run_page
 from tests.ranks import RankError
 from tests.servers import S3Endpoint, s3_server
@@ -31,6 +32,18 @@ def s3() -> Iterator[S3Endpoint]:
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_shows_is_so(page: str, tmp_path: Path, s3: S3Endpoint) -> None:
     run_page(ROOT / page, tmp_path, s3, page)
+
+
+def test_the_example_of_the_readme_is_in_the_examples() -> None:
+    (shown,) = [block for block in blocks_of(ROOT / "README.md") if block.mark == "file"]
+    text = (ROOT / "examples/minimal.py").read_text()
+    assert text.partition('"""\n\n')[2] == shown.text
+
+
+def test_every_public_name_is_in_the_api() -> None:
+    text = (ROOT / "docs/api.md").read_text()
+    shown = re.findall(r"^::: dcp_fsdp_osd\.(\w+)$", text, re.MULTILINE)
+    assert sorted(shown) == sorted([*dcp_fsdp_osd.__all__, "tools"])
 
 
 def test_what_is_not_run_is_known() -> None:

@@ -113,17 +113,9 @@ def test_the_limit_leaves_no_process() -> None:
     assert not _running(child)
 
 
+# FSDP1 on gloo now and then aborts while the process exits, after its last line (torch 2.13;
+# a script with nothing of ours does too).
 _ABORT_AT_EXIT = "terminate called without an active exception"
-
-
-@pytest.mark.slow  # the README's example always runs under torchrun
-def test_minimal_under_torchrun() -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = _run(sys.executable, *torchrun, "examples/minimal.py", limit=120)
-    assert done.stdout.count("loaded what was saved") == 2, done.stdout
-    # FSDP1 on gloo now and then aborts while the process exits, after its last line (torch 2.13;
-    # a script with nothing of ours does too).
-    assert done.returncode == 0 or _ABORT_AT_EXIT in done.stdout, done.stdout
 
 
 @pytest.mark.slow  # torchrun is started three times
