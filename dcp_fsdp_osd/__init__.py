@@ -8,6 +8,7 @@ The rooms, each importing from those below it only (``tests/test_house.py``): ``
 docstring what belongs to it.
 """
 
+from dcp_fsdp_osd.async_process import recover_async_process
 from dcp_fsdp_osd.errors import (
     CheckpointMismatchError,
     CorruptCheckpointError,
@@ -66,6 +67,7 @@ __all__ = [
     "UnsupportedTorchError",
     "Verification",
     "latest",
+    "recover_async_process",
     "verify_model_state",
     "verify_optim_state",
 ]

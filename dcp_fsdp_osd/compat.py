@@ -10,6 +10,8 @@ Through here must go everything that torch 2.6 lacks:
 - ``WriteItem.bytes_io_data`` (2.8): :func:`object_bytes`.
 - ``ProcessGroup.get_group_store`` (2.9) and ``Store.clone`` (2.8): :func:`job_store`.
 - ``DeviceMesh._get_root_mesh`` (2.8 to 2.10 move it): :func:`root_mesh`.
+- ``AsyncCheckpointerType.PROCESS`` (2.7): :func:`background_process` and
+  :func:`forget_background_process`.
 - ``TensorProperties`` in a pickle (2.15 has a field more): :func:`reduce_properties` and
   :func:`properties_state`.
 - private attributes, which may go in any version: :func:`private`.
@@ -21,7 +23,10 @@ Nobody needs it for what has been the same since 2.6 (``Metadata`` of an older t
 from __future__ import annotations
 
 import copyreg
+import importlib
+import importlib.util
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -35,6 +40,8 @@ from dcp_fsdp_osd.errors import UnsupportedTorchError
 __all__ = [
     "PROPERTIES",
     "SUPPORTED",
+    "background_process",
+    "forget_background_process",
     "job_store",
     "object_bytes",
     "private",
@@ -123,3 +130,29 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
         resources, "get_root_mesh", "_MeshEnv", purpose
     )
     return get(mesh)
+
+
+_EXECUTOR = "torch.distributed.checkpoint._async_process_executor"
+_FOR_KILLED = "without which a killed background process of dcp.async_save cannot be replaced"
+
+
+def background_process() -> BaseProcess | None:
+    """This rank's of ``AsyncCheckpointerType.PROCESS``, alive or dead; None before the first save.
+
+    Torch 2.6 knows no such process.
+    """
+    if importlib.util.find_spec(_EXECUTOR) is None:
+        return None
+    module = importlib.import_module(_EXECUTOR)
+    owner = private(module, "_CHECKPOINT_PROCESS", "_async_process_executor", _FOR_KILLED)
+    if owner is None:
+        return None
+    process: BaseProcess = private(owner, "_save_process", "_AsyncCheckpointProcess", _FOR_KILLED)
+    return process
+
+
+def forget_background_process() -> None:
+    """Have the next save by process start another one; every version keeps a dead one for good."""
+    module = importlib.import_module(_EXECUTOR)
+    private(module, "_CHECKPOINT_PROCESS", "_async_process_executor", _FOR_KILLED)
+    module._CHECKPOINT_PROCESS = None  # type: ignore[attr-defined]

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dcp_fsdp_osd.allocate import empty_for_reading
+from dcp_fsdp_osd.async_process import recover_async_process
 from dcp_fsdp_osd.errors import LayoutError
-from dcp_fsdp_osd.misuse.own_group import check_own_group
+from dcp_fsdp_osd.misuse.own_group import check_own_group, saves_by_process
 
 __all__ = ["FlatStager"]
 
@@ -45,7 +46,8 @@ class FlatStager(AsyncStager):
 
     Dense tensors are copied (once, however often they occur), DTensors and other wrapper subclasses
     by what they wrap; everything else by ``copy.deepcopy``. Nothing that changes after
-    :meth:`stage` has returned changes what it returned. No collective. Not thread-safe.
+    :meth:`stage` has returned changes what it returned. Not thread-safe. No collective, but in a
+    save by process :func:`~dcp_fsdp_osd.recover_async_process`.
 
     Replaces ``torch.distributed.checkpoint.staging.DefaultStager``.
     """
@@ -77,6 +79,9 @@ class FlatStager(AsyncStager):
             ValueError: called by ``dcp.async_save`` over the group that training uses.
         """
         check_own_group()
+        by_process = saves_by_process()
+        if by_process is not None:
+            recover_async_process(*by_process)
         state = {
             key: value.state_dict() if isinstance(value, Stateful) else value
             for key, value in state_dict.items()

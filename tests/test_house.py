@@ -28,7 +28,7 @@ FLOORS = (
     ("fsdp", "staging"),
     ("misuse",),
     ("layout",),
-    ("optim_class", "containers"),
+    ("optim_class", "containers", "async_process"),
     ("allocate",),
     ("tree", "compat", "compact"),
     ("errors",),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["check_own_group"]
+__all__ = ["check_own_group", "saves_by_process"]
 
 _ASKED = ("async_save", "torch.distributed.checkpoint.state_dict_saver")
 
@@ -30,7 +30,7 @@ def check_own_group() -> None:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     call = _arguments(sys._getframe(1))
-    if call is None or getattr(call.get("async_checkpointer_type"), "value", "thread") != "thread":
+    if call is None or _kind(call) != "thread":
         return
     group = call.get("process_group")
     backends = {each.rpartition(":")[2] for each in dist.get_backend_config().split(",")}
@@ -40,6 +40,16 @@ def check_own_group() -> None:
             "found the one that training may use meanwhile, over gloo: their messages would mix, "
             "and both hang. Pass process_group=dist.new_group(backend='gloo'), made once"
         )
+
+
+def saves_by_process() -> tuple[dist.ProcessGroup | None] | None:
+    """The group given to the ``dcp.async_save`` that is calling, if it saves by process."""
+    call = _arguments(sys._getframe(1))
+    return (call.get("process_group"),) if call is not None and _kind(call) == "process" else None
+
+
+def _kind(call: dict[str, Any]) -> str:
+    return str(getattr(call.get("async_checkpointer_type"), "value", "thread"))
 
 
 def _arguments(frame: FrameType | None) -> dict[str, Any] | None:
