@@ -16,8 +16,11 @@ mean; ``of first``, coordinator and rank together as a share of the first save's
 seconds for filling and pickling ``.metadata``, which is new in each save.
 
 ``--real`` saves the same model with gloo ranks to local disk: ``whole``, seconds of the slowest
-rank; ``plan``, the part of them that is neither writing nor ``.metadata`` and its commit (the
-collectives, and waiting in them for ranks that write longer, included); ``of first`` of that.
+rank; ``plan``, the part of them that is neither writing (the slowest rank's) nor ``.metadata`` and
+its commit: planning and collectives; ``of first`` of that.  ``floor`` is a ``dcp.save`` of nothing
+before each save, with a planner that plans nothing and a writer that writes nothing: DCP's own
+collectives, below which no backend comes.  ``above`` is ``plan`` without the smallest floor of the
+run (the first has connections to make), and ``of first`` behind it that of it.
 """
 
 from __future__ import annotations
@@ -165,10 +168,14 @@ def _real(world: int, flat: bool) -> list[dict[str, float]]:
         whole = max(each["whole"] for each in of_ranks)
         # Of rank 0, which coordinates: what others do meanwhile does not add up with it.
         own = of_ranks[0]
-        plan = own["whole"] - own["write"] - own["metadata"] - own["commit"]
-        found.append({"whole": whole, "plan": plan})
+        write = max(each["write"] for each in of_ranks)
+        plan = own["whole"] - write - own["metadata"] - own["commit"]
+        found.append({"whole": whole, "plan": plan, "floor": own["floor"]})
+    floor = min(save["floor"] for save in found)
     for save in found:
         save["of first"] = save["plan"] / found[0]["plan"]
+        save["above"] = save["plan"] - floor
+        save["above, of first"] = save["above"] / found[0]["above"]
     rows = [[f"save {number}", *save.values()] for number, save in enumerate(found, 1)]
     print(table(rows, header=[f"{world} real ranks", *found[0]]))
     return found
