@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from multiprocessing import connection
+from multiprocessing import connection, resource_sharer
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,10 @@ def recover_async_process(process_group: dist.ProcessGroup | None = None) -> boo
     and nothing changes.  :class:`~dcp_fsdp_osd.FlatStager` calls it in each save by process; with
     another stager call it before a save, or after one that failed.
 
+    What this process has sent at that moment to yet other processes, through a ``multiprocessing``
+    queue or pipe, is lost if it is in shared memory and they have not received it: nothing tells
+    its handles from those that the dead process left behind.
+
     Collective over `process_group`, which must be that of the saves.  Before torch 2.7, which has
     no such processes, it does nothing.
 
@@ -53,6 +57,8 @@ def recover_async_process(process_group: dist.ProcessGroup | None = None) -> boo
         process.kill()
         process.join(_END_SECONDS)
         forget_background_process()
+        # Of what it was sent and never fetched, handles of shared memory wait for it here for ever.
+        resource_sharer.stop(timeout=_END_SECONDS)
         if died:
             logger.warning(
                 "the background process of dcp.async_save has died (exit code %s; a negative one "

@@ -13,14 +13,13 @@ seconds; a rank that dies closes its connections, and one that hangs is given up
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +31,7 @@ from dcp_fsdp_osd.exchange.messages import Message, RankSchedule, Source
 from dcp_fsdp_osd.exchange.regions import Part
 from dcp_fsdp_osd.exchange.transport import Channels
 from dcp_fsdp_osd.layout.geometry import narrowed_view
+from dcp_fsdp_osd.storage.memory import has_streams
 
 __all__ = ["Exchange", "ExchangeStats"]
 
@@ -121,8 +121,11 @@ class Exchange:
         self._missing = {*range(len(self.reads)), _ALLOCATED, _FINISHED}
         self._objects: list[tuple[ReadItem, bytes]] = []
         self._payloads: dict[ReadItem, bytes] = {}
-        self._events: dict[int, torch.cuda.Event] = {}
-        self._devices: set[torch.device] = set()  # GPUs that data went to or came from
+        self._events: dict[int, torch.Event] = {}
+        self._allocated: torch.Event | None = (
+            None  # what the memory was given, e.g. zeros, is in it
+        )
+        self._devices: set[torch.device] = set()  # accelerators that data went to or came from
         self._progress = time.monotonic()
         self._idle = False  # the thread waits for this rank's reads
         self._failure: str | None = None  # of this rank
@@ -137,6 +140,8 @@ class Exchange:
 
     def ready(self, own_reads: Sequence[ReadItem]) -> None:
         """Memory is allocated; ``own_reads`` are what this rank reads beside :attr:`reads`."""
+        if torch.accelerator.is_available():
+            self._allocated = torch.accelerator.current_stream().record_event()
         with self._changed:
             for number, item in enumerate(own_reads, len(self.reads)):
                 self._numbers.setdefault(item, []).append(number)
@@ -176,9 +181,8 @@ class Exchange:
 
     def _take(self, item: ReadItem, tensor: torch.Tensor | None) -> None:
         numbers = self._numbers.get(item, ())
-        if numbers and tensor is not None and tensor.is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(tensor.device))
+        if numbers and tensor is not None and has_streams(tensor.device):
+            event = torch.accelerator.current_stream(tensor.device).record_event()
             self._events.update(dict.fromkeys(numbers, event))
         self._done(*numbers)
 
@@ -230,14 +234,16 @@ class Exchange:
     def _run(self) -> None:
         try:
             self._agree({_ALLOCATED})
-            with self._on_device():
-                for messages in self._schedule.rounds:
-                    self._round(messages)
-                with self._changed:
-                    rest = {n for n in self._missing if n >= 0}
-                self._agree(rest)
-                for device in self._devices:  # who waits for us uses a stream of its own
-                    torch.cuda.synchronize(device)
+            if self._allocated is not None:  # on another stream than this thread's
+                self._allocated.synchronize()
+            self._take_device()
+            for messages in self._schedule.rounds:
+                self._round(messages)
+            with self._changed:
+                rest = {n for n in self._missing if n >= 0}
+            self._agree(rest)
+            for device in self._devices:  # who waits for us uses a stream of its own
+                torch.accelerator.current_stream(device).synchronize()
             with self._changed:
                 self._received = True
                 self._changed.notify_all()
@@ -291,17 +297,13 @@ class Exchange:
     def _rank(self, number: int) -> int:
         return self._schedule.ranks[number]
 
-    @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """Make the destinations' GPU the thread's current one, which NCCL wants."""
-        if not any(message.cuda for messages in self._schedule.rounds for message in messages):
-            yield
-            return
-        parts = (p for messages in self._schedule.rounds for m in messages for p in m.parts)
-        devices = (self._resolve(part.of(self._items)).device for part in parts)
-        device = next(d for d in devices if d.type == "cuda")
-        with torch.cuda.device(device):
-            yield
+    def _take_device(self) -> None:
+        """Make the destinations' GPU this thread's current one, which NCCL wants."""
+        if any(message.cuda for messages in self._schedule.rounds for message in messages):
+            parts = (p for messages in self._schedule.rounds for m in messages for p in m.parts)
+            devices = (self._resolve(part.of(self._items)).device for part in parts)
+            device = next(d for d in devices if d.type == "cuda")
+            torch.accelerator.set_stream(torch.accelerator.current_stream(device))
 
     def _fail(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {message_of(error)}"
@@ -400,7 +402,7 @@ class Exchange:
             if message.objects:
                 continue
             views = [self._resolve(part.of(self._items)).detach() for part in message.parts]
-            self._devices.update(view.device for view in views if view.is_cuda)
+            self._devices.update(view.device for view in views if has_streams(view.device))
             for need in message.needs:
                 event = self._events.pop(need, None)
                 if event is not None:

@@ -7,6 +7,7 @@ caller's thread plans, resolves destinations, scatters and commits; pool threads
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError
 from dcp_fsdp_osd.storage.checksum import BlockHasher, Checksum
+from dcp_fsdp_osd.storage.device import SideStreams
 from dcp_fsdp_osd.storage.foreign import HEAD_BYTES, TAIL_BYTES
 from dcp_fsdp_osd.storage.memory import DTYPES, ScratchPool, revoke, view_bytes
 from dcp_fsdp_osd.storage.progress import Progress
@@ -53,6 +55,7 @@ class _Job:
         small: entries whose bytes lie in a range of `buffer`.
         crcs: what the thread computed: (entry, block or -1 for header) -> checksum.
         around: bytes of headers and trailers that were read, by file range.
+        copied: come when an accelerator has taken what it wants of `buffer`.
     """
 
     fetch: Fetch
@@ -64,6 +67,7 @@ class _Job:
     charge: int = 0
     blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
     around: list[tuple[FileRange, bytes]] = field(default_factory=list)
+    copied: list[torch.Event] = field(default_factory=list)
 
 
 class Fetcher:
@@ -101,6 +105,8 @@ class Fetcher:
         self._entries: list[Entry] = []
         self._items: list[Item] = []
         self._under_way: dict[int, _Job] = {}  # by id
+        self._streams = SideStreams()
+        self._copying: deque[_Job] = deque()  # to accelerators, oldest first
 
     def run(self, reads: Sequence[ReadItem]) -> None:
         """Read all items and commit each to the planner."""
@@ -110,6 +116,7 @@ class Fetcher:
             # A thread that was left behind must not find what it was to fill: others use it now.
             for job in self._under_way.values():
                 revoke(job.views)
+            self._streams.wait()
             raise
 
     def _run(self, reads: Sequence[ReadItem]) -> None:
@@ -149,6 +156,8 @@ class Fetcher:
                     self._start(fetch, ahead=2 * threads)
                 while self._pool.pending:
                     self._finish(self._pool.poll(block=True))
+                while self._copying:
+                    self._release(self._copying.popleft())
 
     # ---- what is asked while it is found out what to read ----
 
@@ -217,7 +226,10 @@ class Fetcher:
             position = file_range.end
         job.charge = used + self._limits.read_copies * (fetch.end - fetch.start)
         while not self._budget.try_acquire(job.charge):
-            self._finish(self._pool.wait_for_one(job.charge, self._budget))
+            if self._copying:
+                self._release(self._copying.popleft())
+            else:
+                self._finish(self._pool.wait_for_one(job.charge, self._budget))
         whole = memoryview(b"")
         if used:
             devices = (landing.item.device for landing in job.landings)
@@ -315,12 +327,13 @@ class Fetcher:
     # ---- landing ----
 
     def _finish(self, jobs: Iterable[_Job]) -> None:
+        while self._copying and all(event.query() for event in self._copying[0].copied):
+            self._release(self._copying.popleft())
         for job in jobs:
             del self._under_way[id(job)]
             self._land(job)
             fetch = job.fetch
             size = fetch.end - fetch.start
-            self._budget.release(job.charge)
             self._stats.add(bytes=size)
             self._bar.add(size)
             for number, first, crcs in job.blocks:
@@ -339,28 +352,30 @@ class Fetcher:
                 raise CorruptCheckpointError(
                     f"{self._session.url}: rank {self._session.rank}: {error}"
                 ) from None
-            if job.buffer is not None:
-                self._scratch.give(job.buffer)
-                job.buffer = None
+            if job.copied:
+                self._copying.append(job)
+            else:
+                self._release(job)
+
+    def _release(self, job: _Job) -> None:
+        """Give back what the job held."""
+        for event in job.copied:
+            event.synchronize()
+        self._budget.release(job.charge)
+        if job.buffer is not None:
+            self._scratch.give(job.buffer)
+            job.buffer = None
 
     def _land(self, job: _Job) -> None:
         """Move on what could not land in its destination."""
         if job.buffer is None:
             return
-        devices = set()
-        for landing in job.landings:
-            item = landing.item
-            assert isinstance(item.entry, TensorEntry)
-            span = landing.span
-            raw = job.buffer[landing.start : landing.start + span.end - span.start]
-            item.land(span, raw.view(DTYPES[item.entry.dtype]))
-            if item.device is not None:
-                devices.add(item.device)
-        for device in devices:
-            # The buffer is filled again by threads that know nothing of streams.
-            event = torch.Event(device)
-            event.record()
-            event.synchronize()
+        for device, landings in itertools.groupby(job.landings, lambda each: each.item.device):
+            copy = partial(_copy, job.buffer, list(landings))
+            if device is None:
+                copy()
+            else:
+                job.copied.append(self._streams.up(device, copy))
 
     def _deliver_small(self, job: _Job) -> None:
         if job.buffer is None or not job.small:
@@ -389,3 +404,11 @@ class Fetcher:
                 entry.landed.append(item)
         for item in entry.check():
             item.commit(self._planner)
+
+
+def _copy(buffer: torch.Tensor, landings: Sequence[_Landing]) -> None:
+    for landing in landings:
+        item, span = landing.item, landing.span
+        assert isinstance(item.entry, TensorEntry)
+        raw = buffer[landing.start : landing.start + span.end - span.start]
+        item.land(span, raw.view(DTYPES[item.entry.dtype]))

@@ -10,6 +10,7 @@ from functools import partial
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_fsdp_osd.storage.checksum import checksum_named
+from dcp_fsdp_osd.storage.device import SideStreams
 from dcp_fsdp_osd.storage.memory import ScratchPool
 from dcp_fsdp_osd.storage.pack import Chunk, FilePlan, item_bytes, pack
 from dcp_fsdp_osd.storage.progress import Progress
@@ -59,6 +60,7 @@ class FileWriter:
         self._checksum, self._part_size, self._progress = checksum, part_size, progress
         self._stall = stall_seconds
         self._scratch = ScratchPool(part_size, max_inflight_bytes // part_size + 1)
+        self._streams = SideStreams()
         self._budget = Budget(max_inflight_bytes, stats)
         self._written: list[Entry] = []
 
@@ -73,6 +75,7 @@ class FileWriter:
         stats.add(needed=sum(item_bytes(item) for file in plans for item in file.items))
         total = sum(file.nbytes for file in plans)
         with contextlib.ExitStack() as stack:
+            stack.callback(self._streams.wait)  # of a save that failed something may be under way
             threads = self._session.config.concurrency
             what = f"{url}: write"
             self._pool = stack.enter_context(
@@ -119,6 +122,7 @@ class FileWriter:
             copies=self._session.store.limits.write_copies,
             checksum=checksum_named(self._checksum) if self._checksum else None,
             scratch=self._scratch,
+            streams=self._streams,
             reserve=self._reserve,
             written=self._written,
         )

@@ -19,6 +19,7 @@ __all__ = [
     "ScratchPool",
     "copy_bytes",
     "copy_flat_range",
+    "has_streams",
     "is_plain",
     "revoke",
     "view_bytes",
@@ -115,11 +116,22 @@ def copy_flat_range(
         position += box.numel
 
 
+_ONE_STREAM = ("mps",)  # accelerators to which a second stream cannot be made
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether it is the accelerator, which copies from and to pinned memory on any stream."""
+    if device.type in ("cpu", *_ONE_STREAM) or not torch.accelerator.is_available():
+        return False
+    found = torch.accelerator.current_accelerator()
+    return found is not None and found.type == device.type
+
+
 class ScratchPool:
     """Host buffers that are used again, because touching fresh memory costs more than copying.
 
     Buffers are of `size` bytes (a larger request gets a buffer of its own, which is not kept), at
-    most `keep` idle ones are held.  Pinned buffers are for copies from and to a GPU.  Not
+    most `keep` idle ones are held.  Pinned buffers are for copies from and to an accelerator.  Not
     thread-safe.
     """
 
@@ -131,9 +143,9 @@ class ScratchPool:
     def take(self, size: int, device: torch.device | None = None) -> torch.Tensor:
         """A 1-D uint8 tensor of at least `size` bytes, 64-byte aligned, contents undefined.
 
-        Pinned if it is for copies from or to a CUDA `device`.
+        Pinned if it is for copies from or to an accelerator's `device`.
         """
-        pinned = device is not None and device.type == "cuda"
+        pinned = device is not None and has_streams(device)
         if size <= self._size and self._idle[pinned]:
             return self._idle[pinned].pop()
         return torch.empty(
@@ -142,6 +154,6 @@ class ScratchPool:
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back.  Nothing may read or write it any more."""
-        idle = self._idle[buffer.is_pinned() if torch.cuda.is_available() else False]
+        idle = self._idle[torch.accelerator.is_available() and buffer.is_pinned()]
         if buffer.numel() == self._size and len(idle) < self._keep:
             idle.append(buffer)

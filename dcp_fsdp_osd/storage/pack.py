@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from dcp_fsdp_osd.compat import object_bytes
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.checksum import BlockHasher, Checksum
+from dcp_fsdp_osd.storage.device import SideStreams
 from dcp_fsdp_osd.storage.entry import Envelopes, block_size, tensor_header, tensor_trailer
 from dcp_fsdp_osd.storage.memory import (
     DTYPE_NAMES,
     ScratchPool,
-    copy_flat_range,
     is_plain,
     view_bytes,
 )
@@ -129,6 +129,7 @@ def pack(
     copies: int,
     checksum: Checksum | None,
     scratch: ScratchPool,
+    streams: SideStreams,
     reserve: Callable[[int], None],
     written: list[tuple[MetadataIndex, EntryInfo]],
 ) -> Iterator[Chunk]:
@@ -162,7 +163,7 @@ def pack(
                     if packer.joined >= _JOINED:
                         yield from packer.flush()
                 else:
-                    entry = yield from _pack_tensor(packer, data, checksum, scratch)
+                    entry = yield from _pack_tensor(packer, data, checksum, scratch, streams)
         elif isinstance(data, io.BytesIO):
             refused = refused_names(data)
             if refused:
@@ -288,7 +289,11 @@ def _join_tensor(
 
 
 def _pack_tensor(
-    packer: _Packer, tensor: torch.Tensor, checksum: Checksum | None, scratch: ScratchPool
+    packer: _Packer,
+    tensor: torch.Tensor,
+    checksum: Checksum | None,
+    scratch: ScratchPool,
+    streams: SideStreams,
 ) -> Generator[Chunk, None, EntryInfo]:
     dtype = DTYPE_NAMES[tensor.dtype]
     nbytes = tensor.nbytes
@@ -299,7 +304,7 @@ def _pack_tensor(
     if tensor.is_cpu and tensor.is_contiguous():
         yield from _lend(packer, tensor, hasher)
     else:
-        yield from _stage(packer, tensor, hasher, scratch)
+        yield from _stage(packer, tensor, hasher, scratch, streams)
     table = None
     if checksum is not None and hasher is not None:
         table = [checksum.extend(0, header), *hasher.finish()]
@@ -333,9 +338,15 @@ def _lend(packer: _Packer, tensor: torch.Tensor, hasher: BlockHasher | None) -> 
 
 
 def _stage(
-    packer: _Packer, tensor: torch.Tensor, hasher: BlockHasher | None, scratch: ScratchPool
+    packer: _Packer,
+    tensor: torch.Tensor,
+    hasher: BlockHasher | None,
+    scratch: ScratchPool,
+    streams: SideStreams,
 ) -> Iterator[Chunk]:
     """Row-major bytes of a tensor on another device, or with strides, through scratch buffers.
+
+    What has come is hashed while the rest is copied, and written by threads meanwhile.
 
     The payload begins at a multiple of 64 in the file and chunks are multiples of 64, so no element
     is cut by the end of a chunk.
@@ -349,21 +360,11 @@ def _stage(
         buffer = scratch.take(size, tensor.device)
         packer.chunk.scratch.append(buffer)
         flat = buffer[:size].view(tensor.dtype)
-        copy_flat_range(tensor, done, flat, into_tensor=False)
-        if not tensor.is_cpu:
-            _wait_for_device(tensor)
-        view = view_bytes(flat)
-        if hasher:
-            hasher.update(view)
-        yield from packer.add(view)
+        for part in streams.down(tensor, done, flat):
+            if hasher:
+                hasher.update(view_bytes(part))
+        yield from packer.add(view_bytes(flat))
         done += count
-
-
-def _wait_for_device(tensor: torch.Tensor) -> None:
-    # The copy was queued on the current stream; the threads that write meanwhile are not held up.
-    event = torch.Event(tensor.device)
-    event.record()
-    event.synchronize()
 
 
 def _check_loadable(item: WriteItem, tensor: torch.Tensor) -> None:

@@ -162,7 +162,7 @@ def test_no_process_outlives_its_job(tmp_path: Path) -> None:
             text=True,
         )
     for way, job in jobs.items():
-        out, errors = job.communicate(timeout=300)
+        out, errors = job.communicate(timeout=500)
         assert job.returncode == (0 if way == "exits" else -9), errors[-3000:]
         pids = [int(pid) for pid in out.split()]
         assert len(pids) == 2

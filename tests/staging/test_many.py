@@ -116,6 +116,6 @@ def _by_process(rank: int, world: int, folder: str, saves: int) -> list[tuple[in
 
 @lacks(not HAS_STAGERS, "dcp.async_save(async_stager=...)")
 def test_two_hundred_saves_by_a_process_that_is_killed(tmp_path: Path) -> None:
-    (used,) = run_ranks(_by_process, 1, str(tmp_path), 200, timeout=560)
+    (used,) = run_ranks(_by_process, 1, str(tmp_path), 200, timeout=900)
     print(used)
     _check(used)
