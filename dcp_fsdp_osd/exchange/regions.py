@@ -13,15 +13,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_fsdp_osd.layout.geometry import Box
+from dcp_fsdp_osd.storage.places import Places
 
 __all__ = ["Classes", "Part", "Participant", "Region", "find_regions", "in_order", "narrowed"]
 
@@ -197,7 +198,7 @@ def find_regions(classes: Sequence[Participant], metadata: Metadata) -> list[Reg
 
     Boxes without elements are in no region.
     """
-    places = _places(metadata)
+    place_of = _places(metadata)
     regions: list[Region] = []
     for (fqn, offset, dtype), boxes in _boxes_of_chunks(classes).items():
         chunk = (fqn, offset)
@@ -208,7 +209,7 @@ def find_regions(classes: Sequence[Participant], metadata: Metadata) -> list[Reg
                 if first.setdefault(number, item) != item:
                     again.append((number, item))
             cuda = all(classes[number].cuda[item] for number, item in first.items())
-            at = places.get(chunk, ("", 0))
+            at = place_of(fqn, offset if box is not None else None)
             regions.append(Region(at, chunk, box, dtype, cuda, tuple(first.items()), tuple(again)))
     regions.sort(key=lambda r: (r.where, r.chunk, r.box.offsets if r.box else (), str(r.dtype)))
     return regions
@@ -232,17 +233,25 @@ def _boxes_of_chunks(
     return chunks
 
 
-def _places(metadata: Metadata) -> dict[tuple[str, tuple[int, ...]], tuple[str, int]]:
-    """File and offset of each saved chunk, where the storage writer's metadata have them."""
+def _places(metadata: Metadata) -> Callable[[str, tuple[int, ...] | None], tuple[str, int]]:
+    """Finds file and offset of a saved chunk, by its FQN and offsets (None: of an object), where
+    the storage writer's metadata have them.
+    """
     data = metadata.storage_data
+    if isinstance(data, Places):  # what is asked for, and not all there is
+        found = data
+
+        def place_of(fqn: str, offset: tuple[int, ...] | None) -> tuple[str, int]:
+            entry = found.entry(MetadataIndex(fqn, offset))
+            return ("", 0) if entry is None else (entry.name, entry.offset)
+
+        return place_of
     places: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
-    if not isinstance(data, dict):
-        return places
-    for index, info in data.items():
+    for index, info in data.items() if isinstance(data, dict) else ():
         file, offset = getattr(info, "relative_path", ""), getattr(info, "offset", 0)
         if isinstance(file, str) and isinstance(offset, int):
             places[index.fqn, tuple(index.offset or ())] = (file, offset)
-    return places
+    return lambda fqn, offset: places.get((fqn, offset or ()), ("", 0))
 
 
 def _cut(boxes: dict[Box | None, list[Owner]]) -> Iterator[tuple[Box | None, list[Owner]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from dcp_fsdp_osd.errors import CheckpointMismatchError, CorruptCheckpointError, Mismatch
 from dcp_fsdp_osd.layout.flat import Piece
 from dcp_fsdp_osd.layout.placements import Placed
+from dcp_fsdp_osd.storage.chunks import MANY, ChunkTable, chunk_table
 from dcp_fsdp_osd.tree import Path
 
 __all__ = [
@@ -175,7 +176,15 @@ def _covering_reads(
     Raises:
         CorruptCheckpointError: the saved chunks do not hold each of their elements once.
     """
-    items: list[ReadItem] = create_read_items_for_chunk_list(key, storage, chunks)
+    if len(storage.chunks) < MANY:
+        items: list[ReadItem] = create_read_items_for_chunk_list(key, storage, chunks)
+    else:
+        table = chunk_table(storage)
+        items = [
+            item
+            for number, chunk in enumerate(chunks)
+            for item in _reads(MetadataIndex(key, chunk.offsets, number), table, chunk)
+        ]
     need = sum(chunk.sizes.numel() for chunk in chunks)
     have = sum(item.lengths.numel() for item in items)
     if need != have:
@@ -185,6 +194,25 @@ def _covering_reads(
             f"once, found {have} for the {need} that this rank needs: {reason}"
         )
     return items
+
+
+def _reads(
+    index: MetadataIndex, table: ChunkTable, chunk: ChunkStorageMetadata
+) -> Iterator[ReadItem]:
+    """As ``create_read_items_for_chunk_list``, without a look at each of many saved boxes."""
+    for found in table.overlapping(chunk.offsets, chunk.sizes):
+        yield ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=index,
+            dest_offsets=_minus(found.offsets, chunk.offsets),
+            storage_index=MetadataIndex(index.fqn, found.saved, found.number),
+            storage_offsets=_minus(found.offsets, found.saved),
+            lengths=torch.Size(found.sizes),
+        )
+
+
+def _minus(offsets: Sequence[int], origin: Sequence[int]) -> torch.Size:
+    return torch.Size(a - b for a, b in zip(offsets, origin, strict=True))
 
 
 def chunk_of(offsets: Iterable[int], sizes: Iterable[int]) -> ChunkStorageMetadata:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dcp_fsdp_osd.checkpoint import CheckpointIndex
 from dcp_fsdp_osd.errors import CorruptCheckpointError, Mismatch
@@ -25,6 +25,7 @@ from dcp_fsdp_osd.lowbit.blocks import (
     local_part,
     split,
 )
+from dcp_fsdp_osd.storage.places import KIND_OPAQUE, Places
 from dcp_fsdp_osd.tree import Path, dotted, leaf_at, leaves, set_leaf, text_keys
 
 __all__ = ["LowBitLoad"]
@@ -61,7 +62,7 @@ class LowBitLoad:
         self._index = index
         self._path = path
         self._optim = optim
-        self._pickled = set(_pickled(metadata, index.tensors)) if index.info is None else set()
+        self._metadata = metadata if index.info is None else None
         self._saved: dict[int, dict[Path, Quantized]] = {}
         self._mine: dict[int, dict[Path, _Mine]] = {}
         for packed in index.info.quantized if index.info is not None else ():
@@ -158,6 +159,25 @@ class LowBitLoad:
             )
         return self._index.tensors[key].size.numel()
 
+    def _is_pickled(self, key: str) -> bool:
+        """Whether a tensor that another planner saved has a chunk that is stored, uncompressed, in
+        too few bytes for it."""
+        storage = self._index.tensors.get(key)
+        if self._metadata is None or storage is None:
+            return False
+        places = self._metadata.storage_data
+        if isinstance(places, Places) and not places.holds(key, KIND_OPAQUE):
+            return False
+        places = places if isinstance(places, Mapping) else {}
+        for chunk in storage.chunks:
+            place = places.get(MetadataIndex(key, chunk.offsets))
+            length = getattr(place, "length", None)
+            if not isinstance(length, int) or getattr(place, "transform_descriptors", None):
+                continue
+            if length < chunk.sizes.numel() * (storage.properties.dtype or torch.uint8).itemsize:
+                return True
+        return False
+
     def check(self, number: int, keys: Mapping[str, Path], *, whole: bool) -> list[Mismatch]:
         param, saved = self._target.layout.params[number], self._saved.get(number, {})
         mismatches = [
@@ -172,7 +192,7 @@ class LowBitLoad:
                 "FlatOptimSavePlanner",
             )
             for key, path in keys.items()
-            if key in self._pickled
+            if self._is_pickled(key)
         ]
         if whole:
             remedy = "load into an empty dict with form='flat', and that with optim.load_state_dict"
@@ -272,19 +292,6 @@ class LowBitLoad:
 
 def _without_elements(param: ParamLayout) -> bool:
     return param.kind is not ParamKind.FLAT and interval(param) == (0, 0)
-
-
-def _pickled(metadata: Metadata, tensors: Mapping[str, TensorStorageMetadata]) -> Iterator[str]:
-    """Keys of tensors with a chunk that is stored, uncompressed, in too few bytes for it."""
-    places = metadata.storage_data if isinstance(metadata.storage_data, Mapping) else {}
-    for key, storage in tensors.items():
-        for chunk in storage.chunks:
-            place = places.get(MetadataIndex(key, chunk.offsets))
-            length = getattr(place, "length", None)
-            if not isinstance(length, int) or getattr(place, "transform_descriptors", None):
-                continue
-            if length < chunk.sizes.numel() * (storage.properties.dtype or torch.uint8).itemsize:
-                yield key
 
 
 def _same_memory(local: torch.Tensor, first: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError
 
-__all__ = ["check_chunks", "check_entries"]
+__all__ = ["check_chunks", "check_entries", "chunks_problem"]
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
@@ -48,12 +48,18 @@ def check_chunks(metadata: Metadata, *, whole: bool) -> None:
 
 
 def _problem(stored: TensorStorageMetadata, *, whole: bool) -> str | None:
-    size = tuple(stored.size)
     if not isinstance(stored.chunks, list):
         return "no list of chunks"
+    return chunks_problem(tuple(stored.size), stored.chunks, whole=whole)
+
+
+def chunks_problem(
+    size: tuple[int, ...], chunks: Iterable[ChunkStorageMetadata], *, whole: bool
+) -> str | None:
+    """What is wrong with the chunks of a tensor of `size`, if anything; `whole` as above."""
     boxes: list[_Box] = []
     filled = 0
-    for chunk in stored.chunks:
+    for chunk in chunks:
         if not isinstance(chunk, ChunkStorageMetadata):
             return "something that is no chunk among its chunks"
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)

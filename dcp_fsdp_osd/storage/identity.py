@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dcp_fsdp_osd.errors import CheckpointMismatchError, listed, several
+from dcp_fsdp_osd.storage.places import file_names
 
 __all__ = ["Identity", "check_one_checkpoint", "identify"]
 
@@ -81,16 +82,13 @@ def _of_one_rank(metadata: Metadata) -> bool:
     """Whether all of its files are of one rank, and that is not the first: then it is that rank's
     own metadata (``use_collectives=False``), unlike any other rank's.
     """
-    entries = getattr(metadata, "storage_data", None)
-    if not isinstance(entries, dict) or not entries:
-        return False
     first = None
-    for info in entries.values():
-        found = re.match(r"__(\d+)_", str(getattr(info, "relative_path", "")))
+    for name in file_names(getattr(metadata, "storage_data", None)):
+        found = re.match(r"__(\d+)_", name)
         if found is None or found[1] == "0" or (first or found[1]) != found[1]:
             return False
         first = found[1]
-    return True
+    return first is not None
 
 
 def _digest(metadata: Metadata) -> str:
@@ -102,7 +100,7 @@ def _digest(metadata: Metadata) -> str:
         dtype = getattr(getattr(value, "properties", None), "dtype", None)
         shape = tuple(getattr(value, "size", ()))
         found.update(repr((key, type(value).__name__, str(dtype), shape, chunks)).encode())
-    entries = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+    entries = metadata.storage_data if isinstance(metadata.storage_data, Mapping) else {}
     lines = [
         repr(
             (

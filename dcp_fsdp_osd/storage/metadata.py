@@ -16,44 +16,50 @@ metadata and refuses any other.
 
 from __future__ import annotations
 
-import copyreg
 import io
 import pickle
 import struct
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dcp_fsdp_osd.compact import no_collections
-from dcp_fsdp_osd.compat import reduce_properties
 from dcp_fsdp_osd.errors import CorruptCheckpointError, UnsafeCheckpointError
 from dcp_fsdp_osd.storage.cover import check_chunks, check_entries
 from dcp_fsdp_osd.storage.dcp_pickle import check_nesting, load_dcp_pickle
+from dcp_fsdp_osd.storage.dump import INDEX, SUFFIX, dump_pickle
+from dcp_fsdp_osd.storage.index import FOOTER_BYTES, index_of, read_footer, unpack_index
+from dcp_fsdp_osd.storage.indexed import indexed
 from dcp_fsdp_osd.storage.pickles import PickleError
-from dcp_fsdp_osd.storage.store import check_name
+from dcp_fsdp_osd.storage.places import (
+    ATTRIBUTE,
+    KIND_BYTES,
+    KIND_OPAQUE,
+    KIND_TENSOR,
+    EntryInfo,
+    WrittenPlaces,
+    entry_info,
+    storage_info,
+)
 
 __all__ = [
+    "FOOT_BYTES",
+    "HEAD_BYTES",
     "KIND_BYTES",
     "KIND_OPAQUE",
     "KIND_TENSOR",
     "MAX_METADATA_BYTES",
+    "TAIL_BYTES",
     "EntryInfo",
     "check_ends",
     "checksum_name",
     "dump_metadata",
     "entry_info",
     "fill_metadata",
+    "index_start",
+    "load_index",
     "load_metadata",
     "metadata_name",
     "storage_info",
@@ -62,16 +68,10 @@ __all__ = [
 MAX_METADATA_BYTES = 8 << 30
 HEAD_BYTES, TAIL_BYTES = 2, 20
 """What :func:`check_ends` looks at."""
-_ATTRIBUTE = "dcp_fsdp_osd"
+FOOT_BYTES = TAIL_BYTES + len(SUFFIX) + FOOTER_BYTES
+"""What :func:`index_start` looks at, at least."""
 _SEAL = struct.Struct("<8sIQ")
 _MAGIC = b"\nDCPOSD1"
-
-KIND_BYTES = 0
-"""The entry is the bytes of a BYTE_IO item as the planner gave them."""
-KIND_TENSOR = 1
-"""The entry is one of ``entry.py``."""
-KIND_OPAQUE = 2
-"""The entry is ``torch.save`` of a tensor that is more than its elements' bytes."""
 
 
 def metadata_name(rank: int | None = None) -> str:
@@ -79,122 +79,20 @@ def metadata_name(rank: int | None = None) -> str:
     return ".metadata" if rank is None else f"__{rank}.metadata"
 
 
-@dataclass(frozen=True)
-class EntryInfo:
-    """Where an entry lies, and what we know about it beyond what stock DCP does.
-
-    Attributes:
-        name: the file, relative to the checkpoint.
-        offset, length: of the entry in the file, in bytes.
-        kind: one of the KIND_ constants; None for an entry that stock DCP wrote.
-        crc: of the whole entry, or for KIND_TENSOR of its trailer; None where not checksummed.
-        payload, nbytes, dtype: KIND_TENSOR only: offset of the payload in the entry, its length,
-            and the name of the dtype.
-    """
-
-    name: str
-    offset: int
-    length: int
-    kind: int | None = None
-    crc: int | None = None
-    payload: int = 0
-    nbytes: int = 0
-    dtype: str = ""
-
-
-def storage_info(entry: EntryInfo) -> _StorageInfo:
-    """`entry` as the value in ``Metadata.storage_data``."""
-    info = _StorageInfo(entry.name, entry.offset, entry.length)
-    extra: tuple[Any, ...] = (entry.kind, entry.crc)
-    if entry.kind == KIND_TENSOR:
-        extra += (entry.payload, entry.nbytes, entry.dtype)
-    setattr(info, _ATTRIBUTE, extra)
-    return info
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
-
-
-def entry_info(info: object, what: str, names: set[str]) -> EntryInfo:
-    """The value in ``Metadata.storage_data`` as an :class:`EntryInfo`; nothing of it is trusted.
-
-    `names` are those of files that were checked before; it is added to.
-
-    Raises:
-        UnsafeCheckpointError: the file lies outside of the checkpoint.
-        CorruptCheckpointError: the values make no entry.
-    """
-    if not isinstance(info, _StorageInfo):
-        raise CorruptCheckpointError(
-            f"{what}: expected a _StorageInfo in the metadata's storage_data, found "
-            f"{type(info).__name__}. Checkpoints of other storage writers are not read."
-        )
-    fields = vars(info)
-    name = fields.get("relative_path")
-    if type(name) is not str or name not in names:
-        names.add(name := check_name(name))
-    offset, length = fields.get("offset"), fields.get("length")
-    if fields.get("transform_descriptors"):
-        raise CorruptCheckpointError(
-            f"{what}: the entry was written through stream transforms "
-            f"{fields['transform_descriptors']!r}, which are not supported; read it with "
-            "torch.distributed.checkpoint.FileSystemReader"
-        )
-    if not (_is_count(offset) and _is_count(length)):
-        raise CorruptCheckpointError(
-            f"{what}: {name} offset {offset!r} length {length!r}: expected byte counts"
-        )
-    assert isinstance(offset, int) and isinstance(length, int)  # for the type checker
-    extra = fields.get(_ATTRIBUTE)
-    if extra is None:
-        return EntryInfo(name, offset, length)
-    match extra:
-        case (0 | 2 as kind, crc) if crc is None or _is_count(crc):
-            return EntryInfo(name, offset, length, kind, crc)
-        case (1, crc, payload, nbytes, str(dtype)) if (
-            (crc is None or _is_count(crc))
-            and _is_count(payload)
-            and _is_count(nbytes)
-            and payload + nbytes < length
-        ):
-            return EntryInfo(name, offset, length, KIND_TENSOR, crc, payload, nbytes, dtype)
-    raise CorruptCheckpointError(f"{what}: {name}: {extra!r} describes no entry")
-
-
 def fill_metadata(
     metadata: Metadata, entries: Iterable[tuple[MetadataIndex, EntryInfo]], checksum: str | None
 ) -> dict[str, int]:
     """Put what all ranks have written into `metadata`, in place; the size of each file."""
     files: dict[str, int] = {}
-    metadata.storage_data = {}
-    for index, entry in entries:
-        metadata.storage_data[index] = storage_info(entry)
+    places = WrittenPlaces(entries)
+    for _, entry in places.pairs():
         end = entry.offset + entry.length
-        files[entry.name] = max(files.get(entry.name, 0), end)
-    _share_sizes(metadata)
+        if files.get(entry.name, 0) < end:
+            files[entry.name] = end
+    metadata.storage_data = places
     ours = {"format": 1, "byteorder": sys.byteorder, "checksum": checksum, "files": files}
-    setattr(metadata, _ATTRIBUTE, ours)
+    setattr(metadata, ATTRIBUTE, ours)
     return files
-
-
-def _share_sizes(metadata: Metadata) -> None:
-    """One object for all equal offsets and sizes: a third less to write, and to read."""
-    known: dict[torch.Size, torch.Size] = {}
-    for stored in metadata.state_dict_metadata.values():
-        if isinstance(stored, TensorStorageMetadata):
-            stored.size = known.setdefault(stored.size, stored.size)
-            for chunk in stored.chunks:
-                _share(chunk, "offsets", known)
-                _share(chunk, "sizes", known)
-    for index in metadata.storage_data:
-        _share(index, "offset", known)
-
-
-def _share(holder: object, name: str, known: dict[torch.Size, torch.Size]) -> None:
-    value = getattr(holder, name)
-    if type(value) is torch.Size and (shared := known.setdefault(value, value)) is not value:
-        object.__setattr__(holder, name, shared)  # equal; it may be of a frozen class
 
 
 def checksum_name(metadata: Metadata) -> str | None:
@@ -204,7 +102,7 @@ def checksum_name(metadata: Metadata) -> str | None:
         CorruptCheckpointError: it was written by a later version of this format, or on a machine
             of other byte order.
     """
-    ours = vars(metadata).get(_ATTRIBUTE)
+    ours = vars(metadata).get(ATTRIBUTE)
     if ours is None:
         return None
     if not isinstance(ours, Mapping) or ours.get("format") != 1:
@@ -225,12 +123,9 @@ def checksum_name(metadata: Metadata) -> str | None:
 
 
 def dump_metadata(metadata: Metadata) -> bytes:
-    """The bytes of a ``.metadata`` file."""
-    buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, protocol=4)
-    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: reduce_properties}
-    pickler.dump(metadata)
-    data = buffer.getvalue()
+    """The bytes of a ``.metadata`` file, with an index where there are many boxes."""
+    with no_collections():
+        data = dump_pickle(metadata, index_of(metadata))
     return data + _SEAL.pack(_MAGIC, zlib.crc32(data), len(data))
 
 
@@ -289,12 +184,15 @@ def _load_metadata(data: bytes, what: str, *, allow_pickle: bool, rank: int | No
         raise CorruptCheckpointError(f"{what}: not a pickle of DCP metadata: {error}") from error
     if not isinstance(metadata, Metadata):
         raise CorruptCheckpointError(f"{what}: expected Metadata, found {type(metadata).__name__}")
-    if end != body or (body == len(data) and _ATTRIBUTE in vars(metadata)):
+    ours = vars(metadata).get(ATTRIBUTE)
+    if end != body or (body == len(data) and ours is not None):
         raise CorruptCheckpointError(
             f"{what}: expected {end} bytes of pickle"
-            f"{' and a seal' if _ATTRIBUTE in vars(metadata) else ''}, found {len(data)} bytes; "
+            f"{' and a seal' if ours is not None else ''}, found {len(data)} bytes; "
             "the file was altered or cut off"
         )
+    if isinstance(ours, dict):
+        ours.pop(INDEX, None)
     _check_shape(metadata, what, len(data), allow_pickle=allow_pickle)
     try:
         check_chunks(metadata, whole=rank is None)
@@ -302,6 +200,56 @@ def _load_metadata(data: bytes, what: str, *, allow_pickle: bool, rank: int | No
             check_entries(metadata.storage_data)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{what}: {error}") from None
+    return metadata
+
+
+def index_start(tail: bytes, size: int, what: str) -> int | None:
+    """Where the index of a file of `size` bytes begins, by its last :data:`FOOT_BYTES` or more;
+    None if it has none.
+
+    Raises:
+        CorruptCheckpointError: what is there is none.
+    """
+    seal = tail[-_SEAL.size :]
+    rest = size - _SEAL.size
+    if not seal.startswith(_MAGIC) or _SEAL.unpack(seal)[2] != rest or sys.byteorder != "little":
+        return None
+    try:
+        footer = read_footer(tail[: -_SEAL.size], rest)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{what}: {error}") from None
+    return None if footer is None else footer.start
+
+
+def load_index(data: bytes, size: int, what: str, *, rank: int | None = None) -> Metadata:
+    """The metadata in a file of `size` bytes by the last of them, from :func:`index_start` on.
+
+    What :func:`load_metadata` gives, but that boxes and entries are decoded when they are asked
+    for, which may raise CorruptCheckpointError.  The bytes of the index are checked; those before
+    it are not, and are not needed.
+
+    Raises:
+        CorruptCheckpointError, UnsafeCheckpointError: as :func:`load_metadata`.
+    """
+    with no_collections():
+        tail = data[: -_SEAL.size]
+        try:
+            footer = read_footer(tail, size - _SEAL.size)
+            if footer is None or footer.length + len(SUFFIX) != len(tail):
+                raise CorruptCheckpointError("its index is not where it was; the file was altered")
+            index = tail[: footer.length]
+            head, names, blocks = unpack_index(index, footer)
+            metadata, end = load_dcp_pickle(head)
+            if not isinstance(metadata, Metadata) or end != len(head):
+                raise CorruptCheckpointError("the head of its index is no Metadata")
+            _check_shape(metadata, what, len(head), allow_pickle=False)
+            indexed(metadata, names, blocks, what, whole=rank is None, most=footer.start)
+        except UnsafeCheckpointError as error:
+            raise UnsafeCheckpointError(f"{what}: {error}") from None
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{what}: {error}") from None
+        except PickleError as error:
+            raise CorruptCheckpointError(f"{what}: the head of its index: {error}") from None
     return metadata
 
 

@@ -131,15 +131,17 @@ def _run(  # noqa: PLR0912, PLR0915
                 stack.append(data[at])
                 at += 1
             elif op == 0x29:  # EMPTY_TUPLE
-                if data[at : at + 5] == _EMPTY_INSTANCE and len(marks) < MAX_MARKS:
+                bare = data[at : at + 3] == _EMPTY_INSTANCE
+                if (bare or data[at : at + 5] == _NOTED_INSTANCE) and len(marks) < MAX_MARKS:
                     stack[-1] = instance = _new(stack[-1], (), at)
                     state = {}
-                    memo += (instance, state)
+                    if not bare:
+                        memo += (instance, state)
                     stack.append(state)
                     marks.append(stack)
                     stack = []
                     made += 2
-                    at += 5
+                    at += 3 if bare else 5
                 else:
                     stack.append(())
             elif op == 0x86:  # TUPLE2
@@ -369,7 +371,8 @@ def _build(
 
 # What metadata are made of, in one step: an instance without arguments and its dict, up to the
 # mark before its items; a call with one argument.
-_EMPTY_INSTANCE = b"\x81\x94}\x94("  # NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MARK, after EMPTY_TUPLE
+_EMPTY_INSTANCE = b"\x81}("  # NEWOBJ EMPTY_DICT MARK, after EMPTY_TUPLE
+_NOTED_INSTANCE = b"\x81\x94}\x94("  # the same with MEMOIZE
 _CALL = b"\x94R\x94"  # MEMOIZE REDUCE MEMOIZE, after TUPLE1
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import uuid
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -25,11 +25,14 @@ from dcp_fsdp_osd.storage.fetch import Fetcher
 from dcp_fsdp_osd.storage.flat_guard import Entries
 from dcp_fsdp_osd.storage.identity import Identity, check_one_checkpoint, identify
 from dcp_fsdp_osd.storage.metadata import (
+    FOOT_BYTES,
     HEAD_BYTES,
     MAX_METADATA_BYTES,
     TAIL_BYTES,
     check_ends,
     checksum_name,
+    index_start,
+    load_index,
     load_metadata,
     metadata_name,
 )
@@ -42,6 +45,7 @@ from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats
 __all__ = ["StreamingReader"]
 
 _LARGE = 1 << 20  # bytes of metadata whose ends are looked at before they are read
+_TAIL = 4 << 20  # so many of them are read first where a request takes long
 
 logger = logging.getLogger(__name__)
 
@@ -182,12 +186,15 @@ class StreamingReader(HasRole, StorageReader):
 
     def _load_metadata(self, rank: int | None) -> Metadata:
         if rank is None:
-            data = from_first_rank(self._group, "read the metadata", self._read_metadata_file)
+            read = from_first_rank(self._group, "read the metadata", self._read_metadata_file)
         else:
-            data = self._read_metadata_file(rank)
+            read = self._read_metadata_file(rank)
+        data, size = read
         self._read_from = metadata_name(rank), zlib.crc32(data)
         what = f"{self._session.url}/{metadata_name(rank)}"
         try:
+            if len(data) < size:
+                return load_index(data, size, what, rank=rank)
             return load_metadata(data, what, allow_pickle=self._allow_pickle, rank=rank)
         except CorruptCheckpointError as error:
             raise self._replaced(error) from error.__cause__
@@ -293,9 +300,7 @@ class StreamingReader(HasRole, StorageReader):
         name, crc = self._read_from
         session = self._session
         try:
-            now = session.call(
-                lambda: session.store.read(name, MAX_METADATA_BYTES), f"read {name}", self.stats
-            )
+            now, _ = self._read_file(name)
         except FileNotFoundError:
             found = "is gone"
         except Exception:
@@ -316,29 +321,60 @@ class StreamingReader(HasRole, StorageReader):
         name = checksum_name(metadata)
         return checksum_named(name) if self._verify and name is not None else None
 
-    def _read_metadata_file(self, rank: int | None = None) -> bytes:
+    def _read_metadata_file(self, rank: int | None = None) -> tuple[bytes, int]:
+        """The bytes that are needed of the metadata file, which are its last ones, and its size."""
         name = metadata_name(rank)
-        session = self._session
         try:
-            if session.is_local and not self._allow_pickle:
-                self._check_ends(name)
-            data = session.call(
-                lambda: session.store.read(name, MAX_METADATA_BYTES), f"read {name}", self.stats
-            )
+            data, size = self._read_file(name)
         except FileNotFoundError as error:
-            raise StorageError(f"no checkpoint at {session.url}: no {name}") from error
+            raise StorageError(f"no checkpoint at {self._session.url}: no {name}") from error
         self.stats.add(bytes=len(data))
-        return data
+        return data, size
 
-    def _check_ends(self, name: str) -> None:
-        """Do not read a large file that cannot be metadata: files with holes are made for free."""
-        store = self._session.store
-        size = self._session.call(lambda: store.size(name), "size", self.stats)
+    def _read_file(self, name: str) -> tuple[bytes, int]:
+        """All of a metadata file; of one that has an index, that.  One request where it is small,
+        and no more of a local file than its ends where it cannot be metadata: files with holes are
+        made for free.
+        """
+        session, what = self._session, f"{self._session.url}/{name}"
+        store = session.store
+
+        def whole(limit: int) -> bytes:
+            return session.call(lambda: store.read(name, limit), f"read {name}", self.stats)
+
+        def part(start: int, count: int) -> bytes:
+            found = bytearray(count)
+            pieces = [memoryview(found)]
+            session.call(lambda: store.read_into(name, start, pieces), f"read {name}", self.stats)
+            return bytes(found)
+
+        if self._allow_pickle:
+            data = whole(MAX_METADATA_BYTES)
+            return data, len(data)
+        size = 0
+        if session.is_local:
+            size = session.call(lambda: store.size(name), "size", self.stats)
+        else:
+            try:
+                data = whole(_LARGE)
+            except StorageError as error:
+                # It is larger, which the store saw in what it began to read; or that failed.
+                with contextlib.suppress(Exception):
+                    size = session.call(lambda: store.size(name), "size", self.stats)
+                if size <= _LARGE:
+                    raise error from error.__cause__
         if size > _LARGE:
-            head, tail = bytearray(HEAD_BYTES), bytearray(TAIL_BYTES)
-            for at, part in ((0, head), (size - len(tail), tail)):
-                view = memoryview(part)
-                self._session.call(
-                    partial(store.read_into, name, at, [view]), f"read {name}", self.stats
-                )
-            check_ends(bytes(head), bytes(tail), size, f"{self._session.url}/{name}")
+            count = min(FOOT_BYTES if session.is_local else _TAIL, size)
+            data = part(size - count, count)
+            if session.is_local:
+                check_ends(part(0, HEAD_BYTES), data[-TAIL_BYTES:], size, what)
+        else:
+            if session.is_local:
+                data = whole(MAX_METADATA_BYTES)
+            size = len(data)
+        start = index_start(data, size, what)
+        if start is None:
+            data = data if len(data) == size else whole(MAX_METADATA_BYTES)
+            return data, len(data)
+        rest = size - len(data) - start
+        return (part(start, rest) + data if rest > 0 else data[-rest:]), size

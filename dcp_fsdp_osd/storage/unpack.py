@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
 from dcp_fsdp_osd.layout.geometry import Box, box_view, boxes_of_interval, narrowed_view
 from dcp_fsdp_osd.storage.checksum import Checksum
+from dcp_fsdp_osd.storage.chunks import ChunkTable
 from dcp_fsdp_osd.storage.entry import block_size, table_bytes, unpack_table
 from dcp_fsdp_osd.storage.foreign import parse_foreign
 from dcp_fsdp_osd.storage.memory import DTYPES, copy_flat_range, is_plain, view_bytes
-from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo, entry_info
+from dcp_fsdp_osd.storage.places import KIND_TENSOR, EntryInfo, entry_of
 from dcp_fsdp_osd.storage.ranges import FileRange, Span, box_spans, file_ranges
 
 __all__ = [
@@ -51,25 +52,30 @@ class Index:
 
     def entry(self, index: MetadataIndex) -> EntryInfo:
         """Where the entry of `index` lies."""
-        info = self._metadata.storage_data.get(index)
-        if info is None:
+        found = entry_of(self._metadata.storage_data, index, self._names)
+        if found is None:
             raise StorageError(
                 f"{index.fqn} at offset {index.offset}: the plan reads an entry that the "
                 "checkpoint's metadata does not have"
             )
-        return entry_info(info, index.fqn, self._names)
+        return found
 
     def sizes(self, index: MetadataIndex) -> tuple[int, ...]:
         """The shape of the box that the entry of `index` holds."""
+        stored = self._metadata.state_dict_metadata.get(index.fqn)
+        table = getattr(stored, "chunks", None)
+        if isinstance(table, ChunkTable):
+            number = 0 if index.offset is None and len(table) else table.find(index.offset or ())
+            if number is None:
+                raise _no_chunk(index)
+            return table.at(number)[1]
         shapes = self._shapes.get(index.fqn)
         if shapes is None:
             shapes = self._shapes[index.fqn] = self._read_shapes(index.fqn)
         offset = tuple(index.offset) if index.offset is not None else next(iter(shapes), ())
         found = shapes.get(offset)
         if found is None:
-            raise CorruptCheckpointError(
-                f"{index.fqn}: an entry at offset {offset}, but no such chunk in the metadata"
-            )
+            raise _no_chunk(index)
         return found
 
     def check(
@@ -105,6 +111,12 @@ class Index:
             if offsets not in shapes or 0 not in sizes:
                 shapes[offsets] = sizes
         return shapes
+
+
+def _no_chunk(index: MetadataIndex) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{index.fqn}: an entry at offset {index.offset}, but no such chunk in the metadata"
+    )
 
 
 @dataclass

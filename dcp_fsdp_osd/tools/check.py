@@ -21,7 +21,8 @@ from dcp_fsdp_osd.errors import CorruptCheckpointError, UnsafeCheckpointError
 from dcp_fsdp_osd.storage.checksum import BlockHasher, Checksum, checksum_named
 from dcp_fsdp_osd.storage.entry import END, LOCAL, block_size, unpack_table
 from dcp_fsdp_osd.storage.foreign import HEAD_BYTES, TAIL_BYTES
-from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo, metadata_name
+from dcp_fsdp_osd.storage.metadata import MAX_METADATA_BYTES, load_metadata, metadata_name
+from dcp_fsdp_osd.storage.places import KIND_TENSOR, EntryInfo, Places, entry_info
 from dcp_fsdp_osd.storage.session import make_session
 from dcp_fsdp_osd.storage.store import Backend
 from dcp_fsdp_osd.storage.unpack import Index, foreign_entry, tensor_entry
@@ -127,6 +128,7 @@ class _Check:
     def run(self) -> Verdict:
         verdict = self._verdict
         verdict.problems += _uncovered(self._checkpoint.metadata)
+        verdict.problems += self._index_problems()
         sizes = self._checkpoint.sizes()
         by_file: dict[str, list[_Entry]] = {}
         for entry in self._entries:
@@ -144,6 +146,28 @@ class _Check:
         self._read(readable)
         verdict.problems.sort()
         return verdict
+
+    def _index_problems(self) -> Iterable[Problem]:
+        """Where what we read of large metadata is not what others read, which is all of them."""
+        found = self._checkpoint.metadata
+        if not isinstance(found.storage_data, Places):
+            return
+        name, store = metadata_name(), self._checkpoint.session.store
+        data = self._checkpoint.call(lambda: store.read(name, MAX_METADATA_BYTES), f"read {name}")
+        try:
+            whole = load_metadata(data, name)
+        except (CorruptCheckpointError, UnsafeCheckpointError) as error:
+            yield Problem(name, "", str(error).removeprefix(f"{name}: "))
+            return
+        names: set[str] = set()
+        entries = {i: entry_info(each, i.fqn, names) for i, each in whole.storage_data.items()}
+        for what, same in (
+            ("tensors", dict(found.state_dict_metadata) == whole.state_dict_metadata),
+            ("entries", dict(self._entries) == entries),
+            ("planner data", found.planner_data == whole.planner_data),
+        ):
+            if not same:
+                yield Problem(name, "", f"its index names other {what} than its pickle")
 
     def _size(self, name: str, sizes: Mapping[str, int]) -> int | None:
         if name in sizes or "/" not in name:
