@@ -84,12 +84,12 @@ def fill_metadata(
 ) -> dict[str, int]:
     """Put what all ranks have written into `metadata`, in place; the size of each file."""
     files: dict[str, int] = {}
-    places = WrittenPlaces(entries)
-    for _, entry in places.pairs():
+    written = list(entries)  # several ranks may have written one entry: the last is taken
+    for _, entry in written:
         end = entry.offset + entry.length
         if files.get(entry.name, 0) < end:
             files[entry.name] = end
-    metadata.storage_data = places
+    metadata.storage_data = WrittenPlaces(written)
     ours = {"format": 1, "byteorder": sys.byteorder, "checksum": checksum, "files": files}
     setattr(metadata, ATTRIBUTE, ours)
     return files
