@@ -26,6 +26,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 _LONG = (
     "tests/test_examples.py",
+    "tests/test_docs.py",
     "tests/planners/test_matrix.py",
     "tests/planners/test_model_state.py",
     "tests/exchange/test_faults.py",

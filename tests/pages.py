@@ -19,7 +19,7 @@ Comments, which readers do not see, say what is to be done beside:
     model = ...                      Python that is run at this place, on both ranks
     -->
     <!-- output -->                  the text block below is what rank 0 printed since the last one
-    <!-- file: example.py -->        the block below is a file; ``torchrun`` runs it
+    <!-- file: example.py -->        the block below is a file; ``torchrun`` of it runs it on ranks
     <!-- not run: it needs a GPU --> the block below is not run; tests/test_docs.py lists these
     <!-- ranks: 1 -->                how many ranks run the page, where not two
     <!-- torch: 2.9 -->              what it needs; with an older one the page is not run
@@ -32,10 +32,12 @@ sizes, times and dates.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -48,10 +50,10 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_ranks
-from tests.servers import S3Endpoint
+from tests.servers import S3Endpoint, free_ports
 from tests.torch_gaps import VERSION
 
-__all__ = ["ROOT", "Block", "Failure", "blocks_of", "commands_in", "run_page", "run_steps"]
+__all__ = ["ROOT", "Block", "Failure", "blocks_of", "commands_in", "run_page"]
 
 ROOT = Path(__file__).parent.parent
 ENDPOINT = "http://localhost:9000"
@@ -179,8 +181,17 @@ def commands_in(block: Block) -> list[tuple[int, str, str]]:
     return [(number, command, text) for number, command, text in found]
 
 
-def run_page(path: Path, folder: Path, endpoint: S3Endpoint, name: str | None = None) -> None:
+def run_page(
+    path: Path,
+    folder: Path,
+    endpoint: S3Endpoint,
+    name: str | None = None,
+    *,
+    torchrun: bool = False,
+) -> None:
     """Do what the page's blocks show, in `folder`, which is empty; programs come first.
+
+    With `torchrun` they are run by it, as the page says; else by ranks that are there already.
 
     Raises:
         Failure: a command that does not exist, an output that is another one.
@@ -220,25 +231,46 @@ def run_page(path: Path, folder: Path, endpoint: S3Endpoint, name: str | None = 
             target.write_text(_replaced(block.text, real))
         elif block.kind in ("bash", "console"):
             for number, command, text in commands_in(block):
-                if not check_command(command, f"{page}, line {number}", folder, environ):
+                place = f"{page}, line {number}"
+                program = program_of(command, place, folder)
+                if program is not None:
+                    run = _torchrun if torchrun else _run_program
+                    run(program, place, folder, environ)
+                elif not check_command(command, place):
                     steps.append(Block(page, number, f"{block.kind} command", command, note=text))
         elif block.kind in ("python", "setup") or block.mark == "output":
             steps.append(block)
     if steps:
         run_ranks(
-            run_steps, ranks, steps, str(path.resolve()), str(folder), real, environ, timeout=LIMIT
+            _run_steps, ranks, steps, str(path.resolve()), str(folder), real, environ, timeout=LIMIT
         )
 
 
 # --------------------------------------------------------------------------- commands
 
 
-def check_command(command: str, place: str, folder: Path, environ: Mapping[str, str]) -> bool:
+def program_of(command: str, place: str, folder: Path) -> argparse.Namespace | None:
+    """What ``torchrun`` of a file of the page is to run."""
+    words = shlex.split(command, comments=True)
+    if words[:1] != ["torchrun"]:
+        return None
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--standalone", action="store_true")
+    parser.add_argument("--nproc-per-node", type=int, default=1)
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    try:
+        program = parser.parse_args(words[1:])
+    except (argparse.ArgumentError, SystemExit) as error:
+        raise Failure(f"{place}: {command}: {error}") from None
+    return program if (folder / program.script).exists() else None
+
+
+def check_command(command: str, place: str) -> bool:
     """Whether a command is right, without running it, where that can be told; False for later.
 
     ``pip install`` names extras and packages that there are, ``make`` a target, ``python -m`` a
-    module with these options.  ``torchrun`` of one of the page's files is run.  ``dcp-osd`` and
-    ``export`` are for the ranks.
+    module with these options.  ``dcp-osd`` and ``export`` are for the ranks.
     """
     words = shlex.split(command, comments=True)
     match words:
@@ -256,8 +288,6 @@ def check_command(command: str, place: str, folder: Path, environ: Mapping[str, 
             _check_options(ROOT / f"{module.replace('.', '/')}.py", options, place)
         case ["python", script, *options]:
             _check_options(ROOT / script, options, place)
-        case ["torchrun", *options] if (folder / options[-1]).exists():
-            _run_program(options, place, folder, environ)
         case ["torchrun", *options] if (ROOT / options[-1]).exists():
             pass  # tests/test_examples.py runs the examples
         case _:
@@ -296,12 +326,14 @@ def _check_options(script: Path, options: Sequence[str], place: str) -> None:
             raise Failure(f"{place}: {script.relative_to(ROOT)} has no option {option}")
 
 
-def _run_program(
-    options: Sequence[str], place: str, folder: Path, environ: Mapping[str, str]
+def _torchrun(
+    program: argparse.Namespace, place: str, folder: Path, environ: Mapping[str, str]
 ) -> None:
     """``torchrun`` of a file, with the package of this tree and a free port."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={program.nproc_per_node}", program.script, *program.arguments]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *options],
+        command,
         cwd=folder,
         env={**os.environ, **environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -310,16 +342,45 @@ def _run_program(
         timeout=LIMIT,
         check=False,
     )
-    (folder / "output").open("a").write(done.stdout)
     # FSDP1 on gloo now and then aborts while the process exits, after its last line (torch 2.13).
     if done.returncode and "terminate called without an active exception" not in done.stdout:
         raise Failure(f"{place}: exit status {done.returncode}:\n{done.stdout[-4000:]}")
 
 
+def _run_program(
+    program: argparse.Namespace, place: str, folder: Path, environ: Mapping[str, str]
+) -> None:
+    """The same by ranks of the pool, which have imported torch."""
+    argv = [program.script, *program.arguments]
+    environ = {**environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    run_ranks(_run_script, program.nproc_per_node, argv, place, str(folder), environ, timeout=LIMIT)
+
+
+def _run_script(
+    rank: int, world: int, argv: list[str], place: str, folder: str, environ: Mapping[str, str]
+) -> None:
+    """A program as ``torchrun`` begins it: with an environment, and without a process group."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    before, sys.argv = sys.argv, argv
+    try:
+        with _surroundings(folder, {**environ, **{name: str(n) for name, n in ranks.items()}}):
+            runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise Failure(f"{place}: exit status {end.code}") from None
+    except Exception as error:
+        raise Failure(f"{place}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.argv = before
+
+
 # --------------------------------------------------------------------------- on the ranks
 
 
-def run_steps(
+def _run_steps(
     rank: int,
     world_size: int,
     steps: Sequence[Block],

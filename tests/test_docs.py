@@ -34,6 +34,11 @@ def test_what_a_page_shows_is_so(page: str, tmp_path: Path, s3: S3Endpoint) -> N
     run_page(ROOT / page, tmp_path, s3, page)
 
 
+@pytest.mark.slow  # torchrun twice; elsewhere ranks that are there already run it
+def test_the_readme_under_torchrun(tmp_path: Path, s3: S3Endpoint) -> None:
+    run_page(ROOT / "README.md", tmp_path, s3, torchrun=True)
+
+
 def test_the_example_of_the_readme_is_in_the_examples() -> None:
     (shown,) = [block for block in blocks_of(ROOT / "README.md") if block.mark == "file"]
     text = (ROOT / "examples/minimal.py").read_text()
@@ -97,8 +102,14 @@ _BROKEN = {
     "comment above no fence": ("<!-- output -->\ntext", "expected a fence"),
     "a program that fails": (
         "<!-- file: a.py -->\n```python\nraise SystemExit(3)\n```\n```bash\ntorchrun a.py\n```",
-        "exit status 1",
+        "exit status 3",
     ),
+    "a program that raises": (
+        "<!-- file: a.py -->\n```python\n1 // 0\n```\n```bash\ntorchrun a.py\n```",
+        "ZeroDivisionError",
+    ),
+    "no such program": ("```bash\ntorchrun nothing.py\n```", "no command that can be checked"),
+    "no such option of torchrun": ("```bash\ntorchrun --no a.py\n```", "--no"),
 }  # fmt: skip
 
 

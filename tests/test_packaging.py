@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -51,6 +52,30 @@ def test_metadata_names_places_that_there_are() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     found = _HERE.findall(text)
     assert len(found) == 2 and [name for name in found if not (ROOT / name).exists()] == []
+
+
+_BROUGHT = {"aiobotocore": "s3fs", "botocore": "s3fs"}  # by what is required
+
+
+def test_what_is_imported_is_required() -> None:
+    """By the package or by one of its extras for users; DCP itself wants NumPy, which torch does
+    not require."""
+    text = (ROOT / "pyproject.toml").read_text()
+    extras = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    for name in ("docs", "test", "mutate", "optimizers"):
+        extras = re.sub(rf"^{name} = \[.*?\]$", "", extras, flags=re.MULTILINE | re.DOTALL)
+    always = text.partition("\ndependencies = ")[2].partition("\n")[0]
+    required = set(re.findall(r'"([A-Za-z0-9_-]+)', always + extras))
+    imported = set()
+    for path in (ROOT / "dcp_fsdp_osd").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add((node.module or "").partition(".")[0])
+    others = imported - sys.stdlib_module_names - {"dcp_fsdp_osd"}
+    assert {_BROUGHT.get(name, name) for name in others} - required == set()
+    assert "numpy" in re.findall(r'"([a-z]+)', always)
 
 
 @pytest.mark.slow  # pip fetches what builds the package
