@@ -72,6 +72,7 @@ def test_the_site_is_built_and_fetches_nothing(tmp_path: Path) -> None:
     fetched = re.compile(
         r"<(?:script|img|link rel=\"(?:stylesheet|preconnect|icon)\")[^>]*https?:[^>]*"
     )
+    assert fetched.search('<script src="https://cdn.example/x.js">')
     assert [(page.name, each) for page in built for each in fetched.findall(page.read_text())] == []
 
 
