@@ -209,7 +209,7 @@ def run_page(
         pytest.skip(f"{page} needs torch {'.'.join(map(str, needed))}")
     real = {
         FOLDER: str(folder),
-        BUCKET: f"{BUCKET}{re.sub(r'[^a-z0-9]+', '-', page.lower())}/",
+        BUCKET: f"{BUCKET}{re.sub(r'[^a-z0-9]+', '-', f'{page} {folder.name}'.lower())}/",
         ENDPOINT: endpoint.endpoint_url,
     }
     environ = {
