@@ -11,14 +11,33 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import io
+import json
 import pickle
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
-__all__ = ["compact", "no_collections", "packed", "unpacked"]
+from dcp_fsdp_osd.errors import LayoutError
+
+try:
+    import lzma
+except ImportError:  # of a Python that was built without it
+    lzma = None  # type: ignore[assignment]
+
+__all__ = [
+    "Lazy",
+    "compact",
+    "dump_strings",
+    "load_strings",
+    "no_collections",
+    "packed",
+    "squeezed",
+    "unpacked",
+    "unsqueezed",
+]
 
 P = TypeVar("P", SavePlan, LoadPlan)
 
@@ -44,6 +63,103 @@ def packed(value: Any) -> bytes:
 def unpacked(data: bytes) -> Any:
     """What :func:`packed` was given. It runs what a pickle says: of other ranks' bytes alone."""
     return pickle.loads(zlib.decompress(data))
+
+
+def squeezed(data: bytes) -> bytes:
+    """``data`` as small as it gets; :func:`unsqueezed` gives it back."""
+    if lzma is None:
+        return b"z" + zlib.compress(data, 9)
+    return b"x" + lzma.compress(data, lzma.FORMAT_RAW, filters=_FILTERS)
+
+
+def unsqueezed(data: bytes) -> bytes:
+    """What :func:`squeezed` was given."""
+    if data[:1] == b"z":
+        return zlib.decompress(data[1:])
+    if lzma is None:
+        raise LayoutError(
+            "expected the same Python on all ranks, found that another rank's has the module "
+            "lzma, and this one's was built without it"
+        )
+    return lzma.decompress(data[1:], lzma.FORMAT_RAW, filters=_FILTERS)
+
+
+_FILTERS: list[dict[str, int]] = [  # LZMA2, of text, with no more memory than that needs
+    {"id": 0x21, "preset": 6, "pb": 0, "dict_size": 1 << 18}
+]
+
+
+class _Strings(pickle.Pickler):
+    """Each string once, and aside, whichever object it is."""
+
+    def __init__(self, file: io.BytesIO, known: dict[str, int]) -> None:
+        super().__init__(file, 5)
+        self._known = known
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self._known.setdefault(obj, len(self._known)) if type(obj) is str else None
+
+
+class _Stringless(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, strings: Sequence[str]) -> None:
+        super().__init__(file)
+        self._strings = strings
+
+    def persistent_load(self, pid: int) -> str:
+        return self._strings[pid]
+
+
+def dump_strings(value: Any) -> tuple[bytes, str]:
+    """``value`` pickled without its strings; and these, one after the other."""
+    known: dict[str, int] = {}
+    file = io.BytesIO()
+    _Strings(file, known).dump(value)
+    return file.getvalue(), json.dumps(list(known), separators=(",", ":"))
+
+
+def load_strings(data: bytes, strings: str) -> Any:
+    """What :func:`dump_strings` was given; see :func:`unpacked`."""
+    return _Stringless(io.BytesIO(data), json.loads(strings)).load()
+
+
+class Lazy(Sequence[Any]):
+    """A list that is made when it is looked into; in place of a plan's ``items``."""
+
+    def __init__(self, make: Callable[[], list[Any]]) -> None:
+        self._make: Callable[[], list[Any]] | None = make
+        self._made: list[Any] = []
+
+    def _list(self) -> list[Any]:
+        if self._make is not None:
+            self._made = self._make()
+            self._make = None
+        return self._made
+
+    def __len__(self) -> int:
+        return len(self._list())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._list())
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._list()[at]
+
+    def __add__(self, other: list[Any]) -> list[Any]:
+        return self._list() + other
+
+    def __radd__(self, other: list[Any]) -> list[Any]:
+        return other + self._list()
+
+    def __eq__(self, other: object) -> bool:
+        return self._list() == (other._list() if isinstance(other, Lazy) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._list())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self._list(),)
 
 
 class _Compact:

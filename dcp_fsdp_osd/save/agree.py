@@ -33,6 +33,7 @@ __all__ = [
     "drop_overlaps",
     "fill_holes",
     "find_holes",
+    "item_bytes",
     "share_out",
     "tensor_data",
 ]
@@ -186,7 +187,10 @@ def find_holes(
     holes: list[Hole] = []
     uncovered: list[str] = []
     for key, fqn in fqns.items():
-        sample = next(iter(boxes[key].values()))
+        sample = next(iter(boxes[key].values()), None)
+        if sample is None:  # somebody has taken them out of the plans
+            uncovered.append(f"{key}: all of it")
+            continue
         shape, order = tuple(sample.size), orders.get(fqn)
         parts = parts_of.get(fqn) or {Box((0,) * len(shape), shape)}
         if sum(part.numel for part in parts) < math.prod(shape):
@@ -294,7 +298,7 @@ def share_out(plans: Sequence[SavePlan], *, to_lowest: bool = False) -> list[Sav
     for rank, plan in enumerate(plans):
         for item in plan.items:
             offers[item.index].append(rank)
-            size.setdefault(item.index, _item_bytes(item))
+            size.setdefault(item.index, item_bytes(item))
     load = [0] * len(plans)
     owner: dict[MetadataIndex, int] = {}
     shared = []
@@ -315,7 +319,7 @@ def share_out(plans: Sequence[SavePlan], *, to_lowest: bool = False) -> list[Sav
     ]
 
 
-def _item_bytes(item: WriteItem) -> int:
+def item_bytes(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 0
     data = item.tensor_data

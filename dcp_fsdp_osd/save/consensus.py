@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -23,12 +24,18 @@ __all__ = ["agree"]
 
 
 def agree(
-    key: str, reports: Sequence[Report], plans: list[SavePlan], shares: Sequence[Share]
+    key: str,
+    reports: Sequence[Report],
+    plans: list[SavePlan],
+    shares: Sequence[Share],
+    *,
+    tiled: bool = False,
 ) -> SavedInfo | None:
     """What is recorded; None if nothing is. Changes ``plans`` and ``shares``.
 
     Args:
         reports, plans, shares: by rank.
+        tiled: boxes are known to hold each element once, and are not among ``plans``.
 
     Raises:
         LayoutError: ranks do not fit together.
@@ -40,9 +47,11 @@ def agree(
     for share, *renamed in zip(shares, unquantized, kept, strict=True):
         for names in renamed:
             share.renamed.update(names)
-    drop_overlaps(reports, plans)
-    absent, zeros = fill_holes(key, reports, plans)
-    shares[0].zeros |= zeros
+    absent: dict[str, list[Any]] = {}
+    if not tiled:
+        drop_overlaps(reports, plans)
+        absent, zeros = fill_holes(key, reports, plans)
+        shares[0].zeros |= zeros
     containers = [each.pack(path) for path, each in groups.containers.items()]
     if any(report.model for report in reports):
         return SavedInfo(containers=containers) if containers else None

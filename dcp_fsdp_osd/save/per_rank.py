@@ -29,7 +29,7 @@ from dcp_fsdp_osd.save.replicas import EQUAL
 from dcp_fsdp_osd.save.report import Report
 from dcp_fsdp_osd.tree import Path, dotted
 
-__all__ = ["keep_per_rank", "move", "stateless_ranks"]
+__all__ = ["differing", "keep_per_rank", "move", "stateless_ranks"]
 
 
 def keep_per_rank(
@@ -50,14 +50,14 @@ def keep_per_rank(
     renamed: list[dict[str, str]] = [{} for _ in reports]
     owners: dict[str, str] = {}
     _drop_of_empty(reports, plans)
-    differing = _differing(key, reports)
+    apart = differing(key, reports)
     for rank, (report, plan) in enumerate(zip(reports, plans, strict=True)):
         items: list[WriteItem] = []
         mappings: dict[str, Path] = dict(plan.planner_data)
         done: set[str] = set()
         for item in plan.items:
             name = item.index.fqn
-            if name not in differing:
+            if name not in apart:
                 items.append(item)
                 continue
             path = mappings[name]
@@ -77,11 +77,11 @@ def keep_per_rank(
             mappings[dotted(new)] = new
             renamed[rank][dotted(new)] = name
             owners[dotted(new)] = f"rank {rank} of {len(reports)}"
-        for name in differing:
+        for name in apart:
             mappings.pop(name, None)
             report.pieces.pop(name, None)
         plans[rank] = dataclasses.replace(plan, items=items, planner_data=mappings)
-    told = [*options, *sorted(differing)]
+    told = [*options, *sorted(apart)]
     if told:
         warnings.warn(
             f"{key}: not the same on every rank, so kept for each, to be loaded at the same layout "
@@ -134,8 +134,12 @@ def _start(item: WriteItem) -> torch.Size | None:
     )
 
 
-def _differing(key: str, reports: Sequence[Report]) -> set[str]:
-    """Keys whose values are not alike on all ranks that have them."""
+def differing(key: str, reports: Sequence[Report]) -> set[str]:
+    """Keys whose values are not alike on all ranks that have them.
+
+    Raises:
+        LayoutError: ranks that hold the same part have different values.
+    """
     found: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, report in enumerate(reports):
         for name, value in report.scalars.items():
@@ -144,7 +148,7 @@ def _differing(key: str, reports: Sequence[Report]) -> set[str]:
             found[name]["like the parameter's local piece"].append(rank)
         for name in report.per_rank_of:
             found[name]["of another shape"].append(rank)
-    differing: set[str] = set()
+    apart: set[str] = set()
     refused: list[str] = []
     for name, kinds in sorted(found.items()):
         if len(kinds) == 1:
@@ -155,7 +159,7 @@ def _differing(key: str, reports: Sequence[Report]) -> set[str]:
         if shared or several:
             refused.append(f"{name}: ranks " + " / ".join(map(str, kinds.values())))
         else:
-            differing.add(name)
+            apart.add(name)
     if refused:
         raise LayoutError(
             f"{key}: expected state that is not cut as its parameter is to be the same on every "
@@ -163,7 +167,7 @@ def _differing(key: str, reports: Sequence[Report]) -> set[str]:
             + listed(refused)
             + f"\n{EQUAL}"
         )
-    return differing
+    return apart
 
 
 def _drop_of_empty(reports: Sequence[Report], plans: list[SavePlan]) -> None:

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.tensor import DTensor
 
 from dcp_fsdp_osd.checkpoint import INFO_KEY, SavedInfo, is_flattened
-from dcp_fsdp_osd.compact import compact, no_collections
+from dcp_fsdp_osd.compact import Lazy, compact, no_collections
 from dcp_fsdp_osd.errors import LayoutError
 from dcp_fsdp_osd.fsdp.optim import check_unwrapped, describe_targets
 from dcp_fsdp_osd.layout.flat import FlatLayout
@@ -47,18 +47,12 @@ from dcp_fsdp_osd.save.agree import check_others, share_out, tensor_data
 from dcp_fsdp_osd.save.consensus import agree
 from dcp_fsdp_osd.save.entries import SaveEntries, save_entries
 from dcp_fsdp_osd.save.model import model_entries
-from dcp_fsdp_osd.save.repeat import (
-    Again,
-    AsBefore,
-    Kept,
-    LocalData,
-    Numbered,
-    Outline,
-    Plans,
-    unknown,
-)
+from dcp_fsdp_osd.save.regular import plan_regular
+from dcp_fsdp_osd.save.repeat import Again, AsBefore, Kept, Numbered, Plans, unknown
 from dcp_fsdp_osd.save.replicas import replica_digests, shared_digests
 from dcp_fsdp_osd.save.report import Report, Share
+from dcp_fsdp_osd.save.wire import AnswerPlan, LocalData, Outline, Sent, SentPlan, entries_of
+from dcp_fsdp_osd.save.world import World
 from dcp_fsdp_osd.stateful.guard import guarded, without_guard
 from dcp_fsdp_osd.stateful.model import ModelGuard
 from dcp_fsdp_osd.stateful.optim import OptimGuard
@@ -293,19 +287,15 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """This rank's items: DCP's default ones, and its boxes."""
         plan = super().create_local_plan()
-        self.plan = dataclasses.replace(
-            plan,
-            items=[*plan.items, *self._items],
-            planner_data=LocalData(
-                dict(self.mappings), self._reports, self._others, self._of_models
-            ),
-        )
-        self._outline = Outline.of(self.plan)
+        items = [*plan.items, *self._items]
+        data = LocalData(dict(self.mappings), self._reports, self._others, self._of_models, items)
+        self.plan = SentPlan(items, plan.storage_data, data, plan.usable)
+        self._proposed, self._outline = items, Outline.of(self.plan)
         again = None if self._kept is None else self._kept.again(self._outline)
-        sent = self.plan
+        sent: SavePlan = self.plan
         if again is not None:
-            sent = dataclasses.replace(self.plan, items=[], planner_data=again)
-        return watched(self._in_use.hold(compact(sent)), "save")
+            sent = SavePlan([], plan.storage_data, again, plan.usable)
+        return watched(self._in_use.hold(sent), "save")
 
     # ------------------------------------------------------------ global plan
 
@@ -318,12 +308,12 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 by no rank that takes part.
         """
         with no_collections():
-            plans, metadata = self._global_plan(all_plans)
-        return [compact(plan) for plan in plans], metadata
+            return self._global_plan(all_plans)
 
     def _global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         known, self._plans = self._plans, None
-        if not all(isinstance(plan.planner_data, LocalData | Again) for plan in all_plans):
+        data = [plan.planner_data for plan in all_plans]
+        if not all(isinstance(each, Sent | LocalData | Again) for each in data):
             raise LayoutError("expected FlatOptimSavePlanner on every rank, found another planner")
         recalled = None if known is None else known.recall(all_plans)
         if known is not None and recalled is not None:
@@ -332,18 +322,37 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             return [
                 dataclasses.replace(plan, planner_data=as_before) for plan in all_plans
             ], recalled
-        all_plans = [
-            plan if isinstance(plan.planner_data, LocalData) else _whole(plan, known)
-            for plan in all_plans
-        ]
-        new = Plans(all_plans)
-        global_plan, metadata, shares = self._agree(all_plans)
+        world = World([_sent(plan, known) for plan in all_plans])
+        new = Plans(world)
+        samples = world.samples()
+        check_others([each.others for each in samples], [each.of_models for each in samples])
+        regular = None
+        if len(all_plans) > 1 and all(each.proposed for each in world.own):
+            default = super().create_global_plan
+            regular = plan_regular(world, default, to_lowest=self.dedup_save_to_lowest_rank)
+        if regular is None:
+            whole = [world.plan(rank, plan) for rank, plan in enumerate(all_plans)]
+            plans, metadata, shares = self._agree(whole)
+            answers = [
+                compact(dataclasses.replace(plan, planner_data=Numbered(new.name, number, share)))
+                for number, (plan, share) in enumerate(zip(plans, shares, strict=True))
+            ]
+        else:
+            metadata = _with_infos(regular.metadata, regular.infos)
+            answers = [
+                AnswerPlan(
+                    world.lazy_items(number, kept),
+                    plan.storage_data,
+                    Numbered(new.name, number, share, kept),
+                    plan.usable,
+                )
+                for number, (plan, kept, share) in enumerate(
+                    zip(all_plans, regular.kept, regular.shares, strict=True)
+                )
+            ]
         new.keep(metadata)
-        self._plans, self.metadata = new, metadata
-        return [
-            dataclasses.replace(plan, planner_data=Numbered(new.name, number, share))
-            for number, (plan, share) in enumerate(zip(global_plan, shares, strict=True))
-        ], metadata
+        self._plans, self.metadata, self.global_plan = new, metadata, answers
+        return answers, metadata
 
     def _agree(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata, list[Share]]:
         data: list[LocalData] = [plan.planner_data for plan in all_plans]
@@ -351,7 +360,6 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             dataclasses.replace(plan, planner_data=d.mappings)
             for plan, d in zip(all_plans, data, strict=True)
         ]
-        check_others([d.others for d in data], [d.of_models for d in data])
         shares = [Share() for _ in plans]
         infos: dict[str, SavedInfo] = {}
         for key in dict.fromkeys(key for d in data for key in d.reports):
@@ -360,10 +368,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 infos[key] = info
         plans = share_out(plans, to_lowest=self.dedup_save_to_lowest_rank)
         global_plan, metadata = super().create_global_plan(plans)
-        if infos:
-            planner_data = {**metadata.planner_data, INFO_KEY: SavedInfo.pack(infos)}
-            metadata = dataclasses.replace(metadata, planner_data=planner_data)
-        return global_plan, metadata, shares
+        return global_plan, _with_infos(metadata, infos), shares
 
     # ------------------------------------------------------------ writing
 
@@ -378,8 +383,12 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
         elif isinstance(answer, Numbered):
             self._share = answer.share
-            new_plan = dataclasses.replace(new_plan, planner_data=None)
-            items = list(new_plan.items)
+            if answer.entries is not None and isinstance(new_plan.items, Lazy):
+                own = [items for _, items, _, _ in entries_of(self._proposed)]
+                items = answer.entries.of(own)
+            else:
+                items = list(new_plan.items)
+            new_plan = SavePlan(items, new_plan.storage_data, None, new_plan.usable)
             self._kept = Kept(answer.plans, answer.number, self._outline.key, items, answer.share)
         self._planned = True
         held = {*self.state_dict, *self._share.renamed, *self._share.values}
@@ -427,10 +436,28 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         return super().lookup_object(dataclasses.replace(index, fqn=name))
 
 
-def _whole(plan: SavePlan, known: Plans | None) -> SavePlan:
-    if known is None:
-        raise unknown()
-    return known.whole(plan)
+def _sent(plan: SavePlan, known: Plans | None) -> Sent:
+    """The local plan of a rank, as it travelled, or would have."""
+    data = plan.planner_data
+    if isinstance(data, Again):
+        if known is None:
+            raise unknown()
+        return known.whole(data)
+    if isinstance(data, LocalData):  # nothing travels in a world of one
+        return Outline.of(plan).sent()
+    if isinstance(plan.items, Lazy):
+        found: Sent = data
+        return found
+    common = data.read_common()  # somebody has changed the items
+    own = data.data(common, data.read_own(common))
+    return Outline.of(dataclasses.replace(plan, planner_data=own)).sent()
+
+
+def _with_infos(metadata: Metadata, infos: Mapping[str, SavedInfo]) -> Metadata:
+    if not infos:
+        return metadata
+    planner_data = {**metadata.planner_data, INFO_KEY: SavedInfo.pack(infos)}
+    return dataclasses.replace(metadata, planner_data=planner_data)
 
 
 def _shard_item(index: MetadataIndex, view: torch.Tensor, shape: tuple[int, ...]) -> WriteItem:

@@ -1,8 +1,8 @@
 """Repeated saves plan once: a rank whose plan is as before sends digests of its values alone.
 
-What a plan is made of is its outline (names, boxes, layouts) and digests of values that ranks hold
-alike.  A rank keeps the hash of its outline, and what it was told to write, from save to save.  The
-coordinator keeps the ranks' plans and the metadata.  As long as no outline has changed, and the
+What is sent of a plan are names, boxes and layouts, and digests of values that ranks hold alike. A
+rank keeps the hash of the former, and what it was told to write, from save to save.  The
+coordinator keeps the ranks' plans and the metadata.  As long as no hash has changed, and the
 same values are equal to one another as before, all that was agreed on stands, and is answered with
 "as before".  Else the coordinator puts together the plans that the ranks did not send, and all is
 planned again.
@@ -17,97 +17,28 @@ Stock's plan cache (pytorch#149785) belongs to a class, and compares no values.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import pickle
 import uuid
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dcp_fsdp_osd.errors import LayoutError
-from dcp_fsdp_osd.save.report import GroupInfo, Report, Share
-from dcp_fsdp_osd.tree import Path
+from dcp_fsdp_osd.save.report import Share
+from dcp_fsdp_osd.save.wire import DIGEST, KeptEntries, Outline, Sent
+from dcp_fsdp_osd.save.world import World
 
-__all__ = ["Again", "AsBefore", "Kept", "LocalData", "Numbered", "Outline", "Plans", "unknown"]
-
-_DIGEST = 8  # bytes of one
-
-
-@dataclass
-class LocalData:
-    """``planner_data`` of a local plan.
-
-    Attributes:
-        mappings: DCP's: key -> path in the state dict.
-        reports: of optimizers and models, by key.
-        others: key of what is no optimizer's and no model's -> digest.
-        of_models: likewise, of models.
-    """
-
-    mappings: dict[str, Path]
-    reports: dict[str, Report]
-    others: dict[str, str]
-    of_models: dict[str, str]
-
-    def digests(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """What is compared between ranks, by what it is compared with; always in this order."""
-        for name, value in self.others.items():
-            yield ("other", name), value
-        for name, value in self.of_models.items():
-            yield ("of model", name), value
-        for key, report in self.reports.items():
-            for name, value in report.scalars.items():
-                yield ("scalar", key, name), value
-            for name, value in report.replicas.items():
-                yield ("replica", key, name), value
-            for group in report.groups:
-                for name, value in group.options.items():
-                    yield ("option", key, name), value
-
-    def with_digests(self, digests: Iterator[str]) -> LocalData:
-        """A copy, down to what planning changes, with other digests, in the order of
-        :meth:`digests`."""
-
-        def replaced(values: Any) -> dict[str, str]:
-            return {name: next(digests) for name in values}
-
-        others, of_models = replaced(self.others), replaced(self.of_models)
-        reports = {
-            key: dataclasses.replace(
-                report,
-                scalars=replaced(report.scalars),
-                replicas=replaced(report.replicas),
-                groups=[GroupInfo(g.fqns, replaced(g.options)) for g in report.groups],
-                pieces=dict(report.pieces),
-                info=dataclasses.replace(report.info, opaque=dict(report.info.opaque)),
-            )
-            for key, report in self.reports.items()
-        }
-        return LocalData(dict(self.mappings), reports, others, of_models)
-
-
-@dataclass(frozen=True)
-class Outline:
-    """A local plan: the hash of all of it but for digests, and these, one after the other."""
-
-    key: bytes
-    digests: bytes
-
-    @classmethod
-    def of(cls, plan: SavePlan) -> Outline:
-        data: LocalData = plan.planner_data
-        values = [value for _, value in data.digests()]
-        blank = data.with_digests(iter([""] * len(values)))
-        text = pickle.dumps((plan.items, vars(blank)), protocol=5)
-        return cls(hashlib.blake2b(text).digest(), bytes.fromhex("".join(values)))
+__all__ = ["Again", "AsBefore", "Kept", "Numbered", "Plans", "unknown"]
 
 
 @dataclass(frozen=True)
 class Again:
-    """Sent in place of :class:`LocalData`: the plan is that of number ``number`` of ``plans``."""
+    """Sent in place of a plan, which is that of number ``number`` of ``plans``.
+
+    ``digests`` are those of :class:`~dcp_fsdp_osd.save.wire.Sent`, compressed.
+    """
 
     plans: str
     number: int
@@ -116,11 +47,15 @@ class Again:
 
 @dataclass(frozen=True)
 class Numbered:
-    """Answered to a whole plan: the rank's share, and what to call its plan from now on."""
+    """Answered to a whole plan: the rank's share, and what to call its plan from now on.
+
+    ``entries``: what of its own plan it is to write, where the plan that comes back has no items.
+    """
 
     plans: str
     number: int
     share: Share
+    entries: KeptEntries | None = None
 
 
 @dataclass(frozen=True)
@@ -144,40 +79,58 @@ class Kept:
         """What to send in place of a plan; None if it is another one."""
         if outline.key != self.key:
             return None
-        return Again(self.plans, self.number, outline.digests)
+        return Again(self.plans, self.number, zlib.compress(outline.digests))
 
 
 class Plans:
     """What the coordinator keeps of one save's planning: all local plans, and the metadata.
 
     Args:
-        plans: all ranks', each with :class:`LocalData`; copied before planning changes them.
+        world: all ranks' plans.
     """
 
-    def __init__(self, plans: Sequence[SavePlan]) -> None:
+    def __init__(self, world: World) -> None:
         self.name = uuid.uuid4().hex
-        self._plans: list[SavePlan] = []
-        numbers: dict[tuple[str, ...], int] = {}
-        self._compared: list[int] = []  # for each digest of all ranks, what it is compared with
-        values: list[str] = []
-        for plan in plans:
-            data: LocalData = plan.planner_data
-            pairs = list(data.digests())
-            self._compared += [numbers.setdefault(where, len(numbers)) for where, _ in pairs]
-            own = [value for _, value in pairs]
-            values += own
-            copied = data.with_digests(iter(own))
-            self._plans.append(dataclasses.replace(plan, planner_data=copied, storage_data=None))
-        self._pattern = self._pattern_of(bytes.fromhex("".join(values)))
+        self._sent = list(world.sent)
+        self._shape = world.shape
+        self._names: list[list[tuple[str, ...]]] = [  # of what is compared, of each shape
+            [where for where, _ in common.data.digests()] for common in world.commons
+        ]
+        self._replicas = [
+            [("replica", key, name) for key, own in zip(keys, reports, strict=True)
+             for name in own.replicas]
+            for keys, reports in (
+                (world.commons[shape].data.reports, own.reports)
+                for shape, own in zip(world.shape, world.own, strict=True)
+            )
+        ]  # fmt: skip
+        self._pattern = self._pattern_of([each.read_digests() for each in world.sent])
         self._metadata: Metadata | None = None
 
-    def _pattern_of(self, digests: bytes) -> list[int]:
-        """For each digest, the first that is compared with it and equal."""
-        first: dict[tuple[int, bytes], int] = {}
-        return [
-            first.setdefault((where, digests[at * _DIGEST : (at + 1) * _DIGEST]), at)
-            for at, where in enumerate(self._compared)
-        ]
+    def _pattern_of(self, of_ranks: Sequence[bytes]) -> tuple[list[int], ...]:
+        """Which of the digests that are compared are equal.
+
+        Ranks of one shape with the same digests are looked at once; but for digests of replicas,
+        whose names are a rank's own.
+        """
+        kinds: dict[tuple[int, bytes], int] = {}
+        values: dict[tuple[tuple[str, ...], bytes], int] = {}
+        of_rank: list[int] = []
+        alike: list[int] = []
+        replicas: list[int] = []
+        for shape, own, digests in zip(self._shape, self._replicas, of_ranks, strict=True):
+            names = self._names[shape]
+            parts = [digests[at : at + DIGEST] for at in range(0, len(digests), DIGEST)]
+            end = DIGEST * len(names)
+            new = len(kinds)
+            of_rank.append(kinds.setdefault((shape, digests[:end]), new))
+            if of_rank[-1] == new:
+                pairs = zip(names, parts[: len(names)], strict=True)
+                alike += [values.setdefault(pair, len(values)) for pair in pairs]
+            if own:
+                pairs = zip(own, parts[len(names) :], strict=True)
+                replicas += [values.setdefault(pair, len(values)) for pair in pairs]
+        return of_rank, alike, replicas
 
     def keep(self, metadata: Metadata) -> None:
         """The metadata that was planned, before a storage writer has filled it."""
@@ -189,24 +142,17 @@ class Plans:
         if self._metadata is None or [
             each.number if isinstance(each, Again) and each.plans == self.name else None
             for each in sent
-        ] != list(range(len(self._plans))):
+        ] != list(range(len(self._sent))):
             return None
-        if self._pattern_of(b"".join(each.digests for each in sent)) != self._pattern:
+        if self._pattern_of([zlib.decompress(each.digests) for each in sent]) != self._pattern:
             return None
         return dataclasses.replace(self._metadata)
 
-    def whole(self, plan: SavePlan) -> SavePlan:
-        """What ``plan``, of :class:`Again`, stands for."""
-        again: Again = plan.planner_data
+    def whole(self, again: Again) -> Sent:
+        """What ``again`` stands for."""
         if again.plans != self.name:
             raise unknown()
-        kept = self._plans[again.number]
-        data: LocalData = kept.planner_data
-        text = again.digests.hex()
-        digests = (text[at : at + 2 * _DIGEST] for at in range(0, len(text), 2 * _DIGEST))
-        return dataclasses.replace(
-            plan, items=kept.items, planner_data=data.with_digests(digests), usable=kept.usable
-        )
+        return dataclasses.replace(self._sent[again.number], digests=again.digests)
 
 
 def unknown() -> LayoutError:

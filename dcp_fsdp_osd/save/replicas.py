@@ -9,8 +9,7 @@ drawn from unequal seeds, say) is an error.
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -22,7 +21,7 @@ from dcp_fsdp_osd.layout.placements import local_box
 from dcp_fsdp_osd.save.entries import SaveEntries
 from dcp_fsdp_osd.tree import Path, digest_scalars, dotted, fingerprint
 
-__all__ = ["EQUAL", "replica_digests", "shared_digests", "warn_of_replicas"]
+__all__ = ["EQUAL", "differing_replicas", "replica_digests", "shared_digests", "warn_of_replicas"]
 
 EQUAL = (
     "A checkpoint has one rank's, and a load gives it to all. Let all ranks make the same (draw "
@@ -110,14 +109,15 @@ def warn_of_replicas(key: str, of_ranks: Sequence[Mapping[str, str]]) -> None:
     Args:
         of_ranks: of :func:`replica_digests`, by rank.
     """
-    by_part: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    apart = differing_replicas(of_ranks)
+    by_part: dict[str, dict[str, list[int]]] = {name: {} for name in apart}
     for rank, digests in enumerate(of_ranks):
-        for name, value in digests.items():
-            by_part[name][value].append(rank)
+        for name in apart:
+            if name in digests:
+                by_part[name].setdefault(digests[name], []).append(rank)
     differ = [
         f"{name}: ranks " + " / ".join(map(str, by_value.values()))
-        for name, by_value in sorted(by_part.items())
-        if len(by_value) > 1
+        for name, by_value in by_part.items()
     ]
     if differ:
         warnings.warn(
@@ -126,3 +126,14 @@ def warn_of_replicas(key: str, of_ranks: Sequence[Mapping[str, str]]) -> None:
             + f"\n{EQUAL}",
             stacklevel=2,
         )
+
+
+def differing_replicas(of_ranks: Iterable[Mapping[str, str]]) -> list[str]:
+    """The names, in order, whose digests are not the same on all ranks that have them."""
+    first: dict[str, str] = {}
+    apart: set[str] = set()
+    for digests in of_ranks:
+        for name, value in digests.items():
+            if first.setdefault(name, value) != value:
+                apart.add(name)
+    return sorted(apart)
