@@ -123,11 +123,16 @@ def load_strings(data: bytes, strings: str) -> Any:
 
 
 class Lazy(Sequence[Any]):
-    """A list that is made when it is looked into; in place of a plan's ``items``."""
+    """A list that is made when it is looked into; in place of a plan's ``items``.
 
-    def __init__(self, make: Callable[[], list[Any]]) -> None:
+    Args:
+        count: its length, if that is known before.
+    """
+
+    def __init__(self, make: Callable[[], list[Any]], count: int | None = None) -> None:
         self._make: Callable[[], list[Any]] | None = make
         self._made: list[Any] = []
+        self._count = count
 
     def _list(self) -> list[Any]:
         if self._make is not None:
@@ -136,7 +141,7 @@ class Lazy(Sequence[Any]):
         return self._made
 
     def __len__(self) -> int:
-        return len(self._list())
+        return len(self._list()) if self._count is None else self._count
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._list())

@@ -91,6 +91,9 @@ class Assembly:
                 yield Part(item)
                 continue
             read = self._classes.first[number].items[item]
+            if each.stop - each.start == each.region.numel and box.sizes == tuple(read.lengths):
+                yield Part(item)
+                continue
             base = [a - b for a, b in zip(box.offsets, read.storage_offsets, strict=True)]
             for inner in each.boxes():
                 if inner.sizes == tuple(read.lengths):

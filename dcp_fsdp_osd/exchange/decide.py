@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from dcp_fsdp_osd.compact import no_collections
+from dcp_fsdp_osd.compact import no_collections, packed, unpacked
 from dcp_fsdp_osd.compat import job_store
 from dcp_fsdp_osd.errors import CheckpointMismatchError
 from dcp_fsdp_osd.exchange.messages import RankSchedule
@@ -39,7 +39,8 @@ WORTHWHILE_BYTES = 8 << 20
 class RankReads:
     """What a local plan says of its rank, for :func:`plan_reads`.
 
-    ``dtypes``, ``cuda`` and ``digest`` as of :class:`~dcp_fsdp_osd.exchange.regions.Participant`.
+    ``places`` are ``dtypes`` and ``cuda``, packed; these and ``digest`` as of
+    :class:`~dcp_fsdp_osd.exchange.regions.Participant`.
     ``spread``: other ranks may read for rank 0, which alone wants anything.
     """
 
@@ -47,9 +48,12 @@ class RankReads:
     host: str
     broadcast: Broadcast
     spread: bool
-    dtypes: tuple[torch.dtype | None, ...]
-    cuda: tuple[bool, ...]
+    places: bytes
     digest: bytes
+
+    def read_places(self) -> tuple[tuple[torch.dtype | None, ...], tuple[bool, ...]]:
+        found: tuple[Any, Any] = unpacked(self.places)
+        return found
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,7 @@ def describe(
         host=socket.gethostname(),
         broadcast=broadcast,
         spread=spread,
-        dtypes=dtypes,
-        cuda=cuda,
+        places=packed((dtypes, cuda)),
         digest=Participant.digest_of(items, dtypes, cuda),
     )
 
@@ -177,21 +180,20 @@ def _participants(
 ) -> tuple[list[Participant], int | None]:
     """All ranks; and the first, if any, of which the plan is not what it reported."""
     found: list[Participant] = []
-    of_digest: dict[bytes, tuple[ReadItem, ...]] = {}
+    of_digest: dict[bytes, tuple[Any, ...]] = {}
     for plan, report, can_read in zip(plans, reports, able, strict=True):
-        items = of_digest.get(report.digest)
-        if items is None:
-            items = of_digest[report.digest] = tuple(in_order(plan.items))
-            if len(items) != len(report.dtypes) or report.digest != Participant.digest_of(
-                items, report.dtypes, report.cuda
+        if report.digest not in of_digest:
+            items, (dtypes, cuda) = tuple(in_order(plan.items)), report.read_places()
+            if len(items) != len(dtypes) or report.digest != Participant.digest_of(
+                items, dtypes, cuda
             ):
                 return found, report.rank
+            of_digest[report.digest] = items, dtypes, cuda
+        items, dtypes, cuda = of_digest[report.digest]
         if len(plan.items) != len(items):
             return found, report.rank
         found.append(
-            Participant(
-                report.rank, report.host, can_read, items, report.dtypes, report.cuda, report.digest
-            )
+            Participant(report.rank, report.host, can_read, items, dtypes, cuda, report.digest)
         )
     return found, None
 

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -94,6 +94,8 @@ class Region:
         cuda: all destinations are on CUDA devices.
         owners: who wants it, each class once, ascending.
         again: further items of these classes that want it too, for a second destination.
+        numel: elements; 1 for an object.
+        itemsize: bytes of an element; 0 for an object, whose size is not known yet.
     """
 
     where: tuple[str, int]
@@ -103,15 +105,13 @@ class Region:
     cuda: bool
     owners: tuple[Owner, ...]
     again: tuple[Owner, ...] = ()
+    numel: int = field(init=False)
+    itemsize: int = field(init=False)
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element; 0 for an object, whose size is not known yet."""
-        return 0 if self.dtype is None else self.dtype.itemsize
-
-    @property
-    def numel(self) -> int:
-        return 1 if self.box is None else self.box.numel
+    def __post_init__(self) -> None:
+        # Asked for again and again, for each of a million regions.
+        object.__setattr__(self, "numel", 1 if self.box is None else self.box.numel)
+        object.__setattr__(self, "itemsize", 0 if self.dtype is None else self.dtype.itemsize)
 
     @property
     def nbytes(self) -> int:
@@ -202,14 +202,19 @@ def find_regions(classes: Sequence[Participant], metadata: Metadata) -> list[Reg
     regions: list[Region] = []
     for (fqn, offset, dtype), boxes in _boxes_of_chunks(classes).items():
         chunk = (fqn, offset)
+        at = place_of(fqn, None if None in boxes else offset)
         for box, owners in _cut(boxes):
+            if len(owners) == 1:
+                ((number, item),) = owners
+                cuda = classes[number].cuda[item]
+                regions.append(Region(at, chunk, box, dtype, cuda, ((number, item),)))
+                continue
             first: dict[int, int] = {}
             again = []
             for number, item in sorted(owners):
                 if first.setdefault(number, item) != item:
                     again.append((number, item))
             cuda = all(classes[number].cuda[item] for number, item in first.items())
-            at = place_of(fqn, offset if box is not None else None)
             regions.append(Region(at, chunk, box, dtype, cuda, tuple(first.items()), tuple(again)))
     regions.sort(key=lambda r: (r.where, r.chunk, r.box.offsets if r.box else (), str(r.dtype)))
     return regions

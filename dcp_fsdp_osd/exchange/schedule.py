@@ -117,12 +117,19 @@ class _Streams:
         if not self.readers:
             raise ValueError("expected at least one rank that can read, found none")
         self._of: dict[object, Stream] = {}
+        self._found: dict[object, Stream | None] = {}
 
     def __iter__(self) -> Iterator[Stream]:
         return iter(self._of.values())
 
     def of(self, region: Region) -> Stream | None:
         """The stream that a region belongs to; None if who wants it reads it for itself alone."""
+        key = tuple(number for number, _ in region.owners), region.cuda, region.box is None
+        if key not in self._found:
+            self._found[key] = self._new(region)
+        return self._found[key]
+
+    def _new(self, region: Region) -> Stream | None:
         wanting = self.classes.wanting(region)
         able = self.able(wanting)
         if self._spread:

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp_fsdp_osd.errors import CheckpointMismatchError, Mismatch, listed
 from dcp_fsdp_osd.exchange.decide import RankReads, SharedReads, about_reader
 from dcp_fsdp_osd.load.protocol import LoadReport
 from dcp_fsdp_osd.storage.identity import Identity, check_one_checkpoint
 
-__all__ = ["Agreed", "RankReport", "agree", "reports_of"]
+__all__ = ["Agreed", "RankReport", "agree", "check_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class RankReport:
         loads: by key of the optimizer or model.
         reads: what others could read for it, or it for others.
         checkpoint: that it has opened.
+        proposed: the reads, as the planner has them; does not travel.
     """
 
     loads: Mapping[str, LoadReport]
     strict: bool
     reads: RankReads
     checkpoint: Identity
+    proposed: Sequence[ReadItem] = ()
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,17 @@ class Agreed:
     shared: SharedReads | None
 
 
-def reports_of(plans: Sequence[LoadPlan]) -> list[RankReport]:
-    """Of all ranks; checked to be of one planner and one checkpoint.
+def check_checkpoint(reports: Sequence[RankReport], plans: Sequence[LoadPlan]) -> None:
+    """See that all ranks read one.
 
     Raises:
-        CheckpointMismatchError: they are not.
+        CheckpointMismatchError: they do not.
     """
-    reports = [plan.planner_data for plan in plans if isinstance(plan.planner_data, RankReport)]
-    if len(reports) != len(plans):
-        raise CheckpointMismatchError(
-            "expected FlatOptimLoadPlanner on every rank, found another planner"
-        )
     opened = []
     for report, about in zip(reports, map(about_reader, plans), strict=True):
         place = about.get("url", report.checkpoint.place)
         opened.append(dataclasses.replace(report.checkpoint, place=place))
     check_one_checkpoint(opened, [report.reads.rank for report in reports])
-    return reports
 
 
 def agree(reports: Sequence[RankReport]) -> list[Mismatch]:
@@ -96,7 +92,8 @@ def _of_all_ranks(reports: Sequence[LoadReport | None]) -> tuple[list[Mismatch],
         for mismatch, met in ranks.items()
     ]
     present = [report for report in reports if report is not None]
-    names = {name for report in present for name in report.names}
-    extra = sorted({name for report in present for name in report.saved_names} - names)
+    distinct = {id(report): report for report in present}.values()  # ranks share equal ones
+    names = {name for report in distinct for name in report.names}
+    extra = sorted({name for report in distinct for name in report.saved_names} - names)
     found = f"in the checkpoint, but the {present[0].unused}"
     return unmatched, [Mismatch(name, found=found) for name in extra]

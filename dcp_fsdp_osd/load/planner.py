@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from dcp_fsdp_osd.compact import compact
+from dcp_fsdp_osd.compact import Lazy
 from dcp_fsdp_osd.errors import (
     CheckpointMismatchError,
     ExchangeError,
@@ -40,10 +40,11 @@ from dcp_fsdp_osd.exchange.decide import Broadcast, describe, plan_reads
 from dcp_fsdp_osd.exchange.regions import in_order
 from dcp_fsdp_osd.exchange.worker import Exchange, ExchangeStats
 from dcp_fsdp_osd.fsdp.optim import Target, describe_targets
-from dcp_fsdp_osd.load.agree import Agreed, RankReport, agree, reports_of
+from dcp_fsdp_osd.load.agree import Agreed, RankReport, agree, check_checkpoint
 from dcp_fsdp_osd.load.begin import begin_loads, known_optims
 from dcp_fsdp_osd.load.protocol import Form, StateLoad
 from dcp_fsdp_osd.load.schedule import load_object
+from dcp_fsdp_osd.load.wire import AnswerLoadPlan, SentLoadPlan, read_reports
 from dcp_fsdp_osd.misuse.arguments import (
     HasRole,
     check_bool,
@@ -209,6 +210,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         self._pending: set[ReadItem] = set()
         self._given: dict[str, Any] = {}
         self._items: list[ReadItem] = []
+        self._proposed: list[ReadItem] = []
         self._exchange: Exchange | None = None
         self.skipped: list[str] = []
         self.exchanged: ExchangeStats | None = None
@@ -272,9 +274,10 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             self._strict,
             describe(self._items, self._place, self._broadcast, self._rank0_only),
             identify(self.metadata),
+            items,
         )
-        plan = dataclasses.replace(plan, items=items, planner_data=report)
-        return watched(self._in_use.hold(compact(plan)), "load")
+        self._proposed = items
+        return watched(self._in_use.hold(SentLoadPlan(items, plan.storage_data, report)), "load")
 
     def _place(self, item: ReadItem) -> tuple[torch.dtype | None, torch.device]:
         """The dtype and device of what ``item`` is read to; nothing is allocated."""
@@ -305,7 +308,8 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         Raises:
             CheckpointMismatchError: of every mismatch of every rank, the first ten are listed.
         """
-        reports = reports_of(global_plan)
+        reports = read_reports(global_plan)
+        check_checkpoint(reports, global_plan)
         skipped = agree(reports)
         if self.metadata is None:
             raise CheckpointMismatchError("expected set_up_planner to be called first")
@@ -315,10 +319,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             shared = plan_reads(global_plan, [report.reads for report in reports], self.metadata)
         agreed = [Agreed(skipped, shared[rank] if shared else None) for rank in range(len(reports))]
         return super().create_global_plan(
-            [
-                compact(dataclasses.replace(plan, planner_data=each))
-                for plan, each in zip(global_plan, agreed, strict=True)
-            ]
+            [AnswerLoadPlan.of(plan, each) for plan, each in zip(global_plan, agreed, strict=True)]
         )
 
     @portable_errors()
@@ -327,7 +328,8 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         agreed = new_plan.planner_data
         if not isinstance(agreed, Agreed):
             agreed = Agreed([], None)
-        plan = super().finish_plan(dataclasses.replace(new_plan, planner_data=None))
+        items = self._proposed if isinstance(new_plan.items, Lazy) else new_plan.items
+        plan = super().finish_plan(LoadPlan(list(items), new_plan.storage_data))
         if agreed.shared is None:
             self._pending.update(plan.items)
             self._allocate(agreed.skipped)

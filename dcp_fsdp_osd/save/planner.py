@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor
 
-from dcp_fsdp_osd.checkpoint import INFO_KEY, SavedInfo, is_flattened
-from dcp_fsdp_osd.compact import Lazy, compact, no_collections
+from dcp_fsdp_osd.checkpoint import is_flattened
+from dcp_fsdp_osd.compact import Lazy, no_collections
 from dcp_fsdp_osd.errors import LayoutError
 from dcp_fsdp_osd.fsdp.optim import check_unwrapped, describe_targets
 from dcp_fsdp_osd.layout.flat import FlatLayout
@@ -43,16 +43,14 @@ from dcp_fsdp_osd.misuse.flat_form import check_rest
 from dcp_fsdp_osd.misuse.in_use import InUse
 from dcp_fsdp_osd.misuse.waiting import watched
 from dcp_fsdp_osd.optim_class import describe_optim
-from dcp_fsdp_osd.save.agree import check_others, share_out, tensor_data
-from dcp_fsdp_osd.save.consensus import agree
+from dcp_fsdp_osd.save.agree import tensor_data
 from dcp_fsdp_osd.save.entries import SaveEntries, save_entries
+from dcp_fsdp_osd.save.global_plan import plan_globally
 from dcp_fsdp_osd.save.model import model_entries
-from dcp_fsdp_osd.save.regular import plan_regular
-from dcp_fsdp_osd.save.repeat import Again, AsBefore, Kept, Numbered, Plans, unknown
+from dcp_fsdp_osd.save.repeat import AsBefore, Kept, Numbered, Plans, unknown
 from dcp_fsdp_osd.save.replicas import replica_digests, shared_digests
 from dcp_fsdp_osd.save.report import Report, Share
-from dcp_fsdp_osd.save.wire import AnswerPlan, LocalData, Outline, Sent, SentPlan, entries_of
-from dcp_fsdp_osd.save.world import World
+from dcp_fsdp_osd.save.wire import LocalData, Outline, SentPlan, entries_of
 from dcp_fsdp_osd.stateful.guard import guarded, without_guard
 from dcp_fsdp_osd.stateful.model import ModelGuard
 from dcp_fsdp_osd.stateful.optim import OptimGuard
@@ -307,68 +305,16 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 the model, other values between any ranks, or elements of a state tensor are held
                 by no rank that takes part.
         """
-        with no_collections():
-            return self._global_plan(all_plans)
-
-    def _global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         known, self._plans = self._plans, None
-        data = [plan.planner_data for plan in all_plans]
-        if not all(isinstance(each, Sent | LocalData | Again) for each in data):
-            raise LayoutError("expected FlatOptimSavePlanner on every rank, found another planner")
-        recalled = None if known is None else known.recall(all_plans)
-        if known is not None and recalled is not None:
-            self._plans, self.metadata = known, recalled
-            as_before = AsBefore(known.name)
-            return [
-                dataclasses.replace(plan, planner_data=as_before) for plan in all_plans
-            ], recalled
-        world = World([_sent(plan, known) for plan in all_plans])
-        new = Plans(world)
-        samples = world.samples()
-        check_others([each.others for each in samples], [each.of_models for each in samples])
-        regular = None
-        if len(all_plans) > 1 and all(each.proposed for each in world.own):
-            default = super().create_global_plan
-            regular = plan_regular(world, default, to_lowest=self.dedup_save_to_lowest_rank)
-        if regular is None:
-            whole = [world.plan(rank, plan) for rank, plan in enumerate(all_plans)]
-            plans, metadata, shares = self._agree(whole)
-            answers = [
-                compact(dataclasses.replace(plan, planner_data=Numbered(new.name, number, share)))
-                for number, (plan, share) in enumerate(zip(plans, shares, strict=True))
-            ]
-        else:
-            metadata = _with_infos(regular.metadata, regular.infos)
-            answers = [
-                AnswerPlan(
-                    world.lazy_items(number, kept),
-                    plan.storage_data,
-                    Numbered(new.name, number, share, kept),
-                    plan.usable,
-                )
-                for number, (plan, kept, share) in enumerate(
-                    zip(all_plans, regular.kept, regular.shares, strict=True)
-                )
-            ]
-        new.keep(metadata)
-        self._plans, self.metadata, self.global_plan = new, metadata, answers
+        with no_collections():
+            answers, metadata, self._plans = plan_globally(
+                all_plans,
+                known,
+                super().create_global_plan,
+                to_lowest=self.dedup_save_to_lowest_rank,
+            )
+        self.metadata, self.global_plan = metadata, answers
         return answers, metadata
-
-    def _agree(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata, list[Share]]:
-        data: list[LocalData] = [plan.planner_data for plan in all_plans]
-        plans = [
-            dataclasses.replace(plan, planner_data=d.mappings)
-            for plan, d in zip(all_plans, data, strict=True)
-        ]
-        shares = [Share() for _ in plans]
-        infos: dict[str, SavedInfo] = {}
-        for key in dict.fromkeys(key for d in data for key in d.reports):
-            info = agree(key, [d.reports.get(key, Report()) for d in data], plans, shares)
-            if info is not None:
-                infos[key] = info
-        plans = share_out(plans, to_lowest=self.dedup_save_to_lowest_rank)
-        global_plan, metadata = super().create_global_plan(plans)
-        return global_plan, _with_infos(metadata, infos), shares
 
     # ------------------------------------------------------------ writing
 
@@ -434,30 +380,6 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         if name in self._locals and name != index.fqn:
             return self._locals[name]
         return super().lookup_object(dataclasses.replace(index, fqn=name))
-
-
-def _sent(plan: SavePlan, known: Plans | None) -> Sent:
-    """The local plan of a rank, as it travelled, or would have."""
-    data = plan.planner_data
-    if isinstance(data, Again):
-        if known is None:
-            raise unknown()
-        return known.whole(data)
-    if isinstance(data, LocalData):  # nothing travels in a world of one
-        return Outline.of(plan).sent()
-    if isinstance(plan.items, Lazy):
-        found: Sent = data
-        return found
-    common = data.read_common()  # somebody has changed the items
-    own = data.data(common, data.read_own(common))
-    return Outline.of(dataclasses.replace(plan, planner_data=own)).sent()
-
-
-def _with_infos(metadata: Metadata, infos: Mapping[str, SavedInfo]) -> Metadata:
-    if not infos:
-        return metadata
-    planner_data = {**metadata.planner_data, INFO_KEY: SavedInfo.pack(infos)}
-    return dataclasses.replace(metadata, planner_data=planner_data)
 
 
 def _shard_item(index: MetadataIndex, view: torch.Tensor, shape: tuple[int, ...]) -> WriteItem:

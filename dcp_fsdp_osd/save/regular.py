@@ -41,7 +41,7 @@ from dcp_fsdp_osd.save.wire import Common, KeptEntries, LocalData, Run
 from dcp_fsdp_osd.save.world import World
 from dcp_fsdp_osd.tree import Path
 
-__all__ = ["Regular", "plan_regular"]
+__all__ = ["DefaultPlan", "Regular", "plan_regular"]
 
 SMALL = 1024
 """Bytes up to which what several ranks have is written by the lowest of them."""

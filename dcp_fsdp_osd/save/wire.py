@@ -292,8 +292,7 @@ class Outline:
 
     def sent(self) -> Sent:
         strings = self.strings.encode()
-        helped = zlib.compressobj(9, zdict=strings[-_WINDOW:])
-        own = helped.compress(self.own) + helped.flush()
+        own = _with_help(self.own, strings)
         size = len(strings).to_bytes(8, "little")
         return Sent(squeezed(size + strings + self.common), own, zlib.compress(self.digests, 6))
 
@@ -322,6 +321,11 @@ class Sent:
         helped = zlib.decompressobj(zdict=common.strings[-_WINDOW:])
         found: Own = pickle.loads(helped.decompress(self.own))
         return found
+
+    def with_own(self, common: Common, own: Own) -> Sent:
+        """The plan of another rank of the same shape."""
+        text = _with_help(pickle.dumps(own, protocol=5), common.strings)
+        return dataclasses.replace(self, own=text)
 
     def read_digests(self) -> bytes:
         return zlib.decompress(self.digests)
@@ -355,6 +359,11 @@ class Sent:
         own = self.read_own(common)
         items = [item for each in self.items(common, own) for item in each]
         return SavePlan(items, planner_data=self.data(common, own))
+
+
+def _with_help(data: bytes, strings: bytes) -> bytes:
+    helped = zlib.compressobj(9, zdict=strings[-_WINDOW:])
+    return helped.compress(data) + helped.flush()
 
 
 class SentPlan(SavePlan):

@@ -305,11 +305,8 @@ def _tampered(plan: SavePlan, change: Callable[[array[int]], None]) -> SavePlan:
     own: Own = sent.read_own(common)
     intervals = array("q", own.intervals)
     change(intervals)
-    import zlib
-
-    helped = zlib.compressobj(9, zdict=common.strings[-(1 << 15) :])
-    text = helped.compress(pickle.dumps(own._replace(intervals=intervals))) + helped.flush()
-    return dataclasses.replace(plan, planner_data=dataclasses.replace(sent, own=text))
+    changed = sent.with_own(common, own._replace(intervals=intervals))
+    return dataclasses.replace(plan, planner_data=changed)
 
 
 @pytest.mark.parametrize("by", [(0, 1), (1, 0), (-1, 0), (0, -1), (1000, 1000), (-40, 0)])
