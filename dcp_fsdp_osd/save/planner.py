@@ -41,6 +41,7 @@ from dcp_fsdp_osd.layout.flat import FlatLayout
 from dcp_fsdp_osd.misuse.arguments import HasRole, check_key, check_optim, check_options
 from dcp_fsdp_osd.misuse.flat_form import check_rest
 from dcp_fsdp_osd.misuse.in_use import InUse
+from dcp_fsdp_osd.misuse.safetensors_writer import check_safetensors
 from dcp_fsdp_osd.misuse.waiting import watched
 from dcp_fsdp_osd.optim_class import describe_optim
 from dcp_fsdp_osd.save.agree import tensor_data
@@ -320,6 +321,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Take this rank's share of the global plan."""
+        check_safetensors(new_plan)
         answer = new_plan.planner_data
         if isinstance(answer, AsBefore):
             if self._kept is None or self._kept.plans != answer.plans:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dcp_fsdp_osd import (
 )
 from tests.models import Mlp, train_steps, wrap_fsdp1
 from tests.ranks import run_ranks
+from tests.torch_gaps import lacks
 
 
 def error_of(call: Any, *args: Any, **options: Any) -> str:
@@ -174,3 +176,32 @@ def test_no_zeros_but_for_marked_holes(tmp_path: Path) -> None:
         for text, name in zip(texts, names, strict=True):
             assert "on the meta device" in text
             assert name in text
+
+
+# ---------------------------------------------------------------------- safetensors
+
+
+def _safetensors(rank: int, world: int, path: str) -> list[str]:
+    def writer(name: str) -> Any:
+        return dcp.HuggingFaceStorageWriter(path=f"{path}/{name}", save_distributed=True)
+
+    model = wrap_fsdp1(nn.Linear(8, 5), policy="root")  # cut within a row
+    texts = []
+    for name, state in (("pieces", {"model": FlatModelState(model)}), ("objects", {"step": 3})):
+        planner = FlatOptimSavePlanner()
+        texts.append(error_of(dcp.save, state, storage_writer=writer(name), planner=planner))
+    whole = {"a": torch.full((3,), 5.0), "b": torch.arange(4)}  # as torchtitan saves them
+    dcp.save(dict(whole), storage_writer=writer("whole"), planner=FlatOptimSavePlanner())
+    loaded = {name: torch.zeros_like(value) for name, value in whole.items()}
+    reader = dcp.HuggingFaceStorageReader(path=f"{path}/whole")
+    dcp.load(loaded, storage_reader=reader, planner=FlatOptimLoadPlanner())
+    assert all(torch.equal(loaded[name], value) for name, value in whole.items())
+    return texts
+
+
+@lacks(not hasattr(dcp, "HuggingFaceStorageWriter"), "HuggingFaceStorageWriter")
+def test_pieces_and_objects_that_safetensors_would_lose_are_refused(tmp_path: Path) -> None:
+    for pieces, objects in run_ranks(_safetensors, 2, str(tmp_path)):
+        assert re.search(r"HuggingFaceStorageWriter can keep.*weight: 2 pieces", pieces, re.DOTALL)
+        assert "dcp-osd export" in pieces
+        assert "step: an object" in objects
