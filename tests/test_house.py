@@ -14,7 +14,7 @@ import dcp_fsdp_osd
 ROOT = Path(dcp_fsdp_osd.__file__).parent
 FLOORS = (
     ("dcp_fsdp_osd",),
-    ("cli",),
+    ("cli", "trainers"),
     ("tools",),
     ("manager",),
     ("verify",),
