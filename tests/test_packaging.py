@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import email
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -78,6 +81,22 @@ def test_what_is_imported_is_required() -> None:
     assert "numpy" in re.findall(r'"([a-z]+)', always)
 
 
+def _check_description(wheel: Path) -> None:
+    """The README as a package index shows it: no link or picture that is only in the repository."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        text = archive.read(name).decode()
+    metadata = email.message_from_string(text)
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    description = metadata.get_payload()
+    assert isinstance(description, str) and description.startswith("# ")
+    links = re.findall(r"\]\(([^)\s]*)|(?:src|href|srcset)=\"?([^\">\s]+)", description)
+    relative = [link for pair in links for link in pair if link and not link.startswith("https://")]
+    assert links and relative == []
+    missing = [name for name in _HERE.findall(description) if not (ROOT / name).exists()]
+    assert missing == []
+
+
 @pytest.mark.slow  # pip fetches what builds the package
 def test_a_wheel_is_what_is_imported(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
@@ -87,6 +106,7 @@ def test_a_wheel_is_what_is_imported(tmp_path: Path) -> None:
     assert wheel.name.startswith(f"dcp_fsdp_osd-{dcp_fsdp_osd.__version__}-")
     names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert names == {"dcp_fsdp_osd", f"dcp_fsdp_osd-{dcp_fsdp_osd.__version__}.dist-info"}
+    _check_description(wheel)
     subprocess.run([*pip, "install", "--no-deps", "-t", place, wheel], check=True, timeout=300)
     program = "import dcp_fsdp_osd as d; print(d.__file__, d.__version__, sep='\\n')"
     done = subprocess.run(
@@ -104,18 +124,23 @@ def test_a_wheel_is_what_is_imported(tmp_path: Path) -> None:
     assert (place / "bin" / "dcp-osd").exists()
 
 
-@pytest.mark.slow
-def test_the_source_has_its_licence_and_tests(tmp_path: Path) -> None:
+def _sdist(folder: Path) -> Path:
+    """The source archive; the test is skipped where no setuptools can build it."""
     program = "import setuptools.build_meta as b, sys; print(b.build_sdist(sys.argv[1]))"
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
+        [sys.executable, "-c", program, str(folder)], cwd=ROOT, capture_output=True, text=True,
         timeout=300, check=False,
     )  # fmt: skip
     if "No module named 'setuptools'" in done.stderr or "license" in done.stderr:
         pytest.skip("the setuptools that is installed here is too old for this pyproject.toml")
     assert done.returncode == 0, done.stderr
-    (archive,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(archive) as file:
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
+@pytest.mark.slow
+def test_the_source_has_its_licence_and_tests(tmp_path: Path) -> None:
+    with tarfile.open(_sdist(tmp_path)) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -126,3 +151,31 @@ def test_the_source_has_its_licence_and_tests(tmp_path: Path) -> None:
         if not name.startswith(".") and name != "MANIFEST.in"
     }
     assert wanted - names == set() and "LICENSE" in names
+
+
+_FAST = ("tests/planners/test_geometry.py", "tests/storage/test_ranges.py",
+         "tests/tools/test_look.py", "tests/test_house.py")  # fmt: skip
+"""Of the tests: what needs no ranks, for the package as it is installed."""
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_source_pass_on_the_wheel(tmp_path: Path) -> None:
+    """From the unpacked archive, against what is installed of a wheel that is built of it."""
+    with tarfile.open(_sdist(tmp_path)) as file:
+        file.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.glob("dcp_fsdp_osd-*/")
+    place = tmp_path / "place"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    subprocess.run([*pip, "install", "--no-deps", "-t", place, source], check=True, timeout=300)
+    shutil.rmtree(source / "dcp_fsdp_osd")  # what is imported is the wheel's
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *_FAST],
+        cwd=source,
+        env={**os.environ, "PYTHONPATH": str(place)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"\b\d\d+ passed", done.stdout) and "skipped" not in done.stdout

@@ -7,6 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
+import dcp_fsdp_osd
 from dcp_fsdp_osd.cli import foresee, turn
 from dcp_fsdp_osd.cli.output import (
     EXITS,
@@ -44,9 +45,24 @@ app = typer.Typer(
     "No process group, no GPU, bounded memory.\n\n" + EXITS,
     epilog=EXITS,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        say(f"dcp-osd {dcp_fsdp_osd.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _main(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command("ls", epilog=EXITS)
@@ -234,7 +250,7 @@ def _print_description(found: Description) -> None:
     for note in found.notes:
         say(note)
     say(
-        f"{found.entries} entries in {_counted(len(found.files), 'file')}, "
+        f"{_counted(found.entries, 'entry')} in {_counted(len(found.files), 'file')}, "
         + size_text(found.nbytes)
         + (f"; {len(found.rows)} shown" if len(found.rows) < found.entries else "")
     )
@@ -257,7 +273,8 @@ def _print_description(found: Description) -> None:
 
 
 def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    plural = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
+    return f"{count} {what if count == 1 else plural}"
 
 
 @app.command("verify", epilog=EXITS)
@@ -295,8 +312,9 @@ def verify_command(
         if count
     ]
     say(
-        f"{found.url}: {'damaged' if found.problems else 'whole'}: {found.entries} entries, "
-        f"{found.tensors} tensors, {_counted(found.files, 'file')}, {size_text(found.nbytes)} read"
+        f"{found.url}: {'damaged' if found.problems else 'whole'}: "
+        f"{_counted(found.entries, 'entry')}, {_counted(found.tensors, 'tensor')}, "
+        f"{_counted(found.files, 'file')}, {size_text(found.nbytes)} read"
     )
     if how:
         say(f"checked: {'; '.join(how)}")

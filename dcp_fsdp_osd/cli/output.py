@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, FlatOptimError
 from dcp_fsdp_osd.storage.redact import redact
+from dcp_fsdp_osd.tools.looks import drawable
 from dcp_fsdp_osd.tools.opened import Progress, no_progress
 
 __all__ = [
@@ -107,6 +108,8 @@ def _console() -> Console:
 
 def say(text: str, *, error: bool = False) -> None:
     """A line of text; to stderr with `error`."""
+    # Names in a checkpoint are anybody's: none moves the cursor, or fails to be encoded.
+    text = "\n".join(map(drawable, text.split("\n")))
     if error:
         print(text, file=sys.stderr)
     else:
@@ -126,7 +129,7 @@ def print_table(
             no_wrap=name in right,
         )
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(drawable, row))
     console = _console()
     console.soft_wrap = False
     console.print(table)
@@ -199,5 +202,8 @@ def errors_as_lines(options: Mapping[str, Any]) -> Iterator[None]:
     except Exception:
         say(redact(traceback.format_exc(), secrets), error=True)
         raise typer.Exit(2) from None
-    say(f"dcp-osd: {redact(str(failure) or type(failure).__name__, secrets)}", error=True)
+    text = redact(str(failure) or type(failure).__name__, secrets)
+    if "credentials" in text.lower():
+        text += " (dcp-osd doctor URL tells where they are looked for)"
+    say(f"dcp-osd: {text}", error=True)
     raise typer.Exit(1 if isinstance(failure, CorruptCheckpointError) else 2)

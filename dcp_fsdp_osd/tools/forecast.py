@@ -7,7 +7,7 @@ planned by the reader's own code (``reads.py``); nothing else is read.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dcp_fsdp_osd.compact import no_collections
@@ -119,7 +119,6 @@ def forecast(
             requests = len(planned.fetches)
             seconds = pace.seconds(requests, reads.metadata_nbytes + nbytes)
             ranks.append(RankForecast(rank, nbytes, planned.needed, requests, len(files), seconds))
-    scale = world_size / len(ranks)
     return Forecast(
         url=checkpoint.url,
         world_size=world_size,
@@ -130,8 +129,8 @@ def forecast(
         shared_entries=len(sharding.shared),
         shared_nbytes=sum(sharding.shared.values()),
         seconds=max(each.seconds for each in ranks),
-        total_nbytes=round(scale * sum(each.nbytes for each in ranks)),
-        total_requests=round(scale * sum(each.requests for each in ranks)),
+        total_nbytes=_of_all([each.nbytes for each in ranks], world_size),
+        total_requests=_of_all([each.requests for each in ranks], world_size),
     )
 
 
@@ -139,3 +138,13 @@ def _sampled(world_size: int, *, all_ranks: bool) -> list[int]:
     if all_ranks or world_size <= SAMPLE:
         return list(range(world_size))
     return sorted({round(n * (world_size - 1) / (SAMPLE - 1)) for n in range(SAMPLE)})
+
+
+def _of_all(values: Sequence[int], world_size: int) -> int:
+    """The sum over all ranks by that of some: the first and the last, which may be unlike all
+    others, stand for themselves alone.
+    """
+    if len(values) == world_size:
+        return sum(values)
+    inner = values[1:-1]
+    return values[0] + values[-1] + round(sum(inner) * (world_size - 2) / len(inner))

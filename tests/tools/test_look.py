@@ -16,7 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 import typer
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from typer.testing import CliRunner
 
+import dcp_fsdp_osd
 from dcp_fsdp_osd.cli import main
 from dcp_fsdp_osd.cli.app import app
 from dcp_fsdp_osd.cli.output import errors_as_lines
@@ -475,3 +477,91 @@ def test_docs_show_every_command() -> None:
     text = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
     for command in app.registered_commands:
         assert f"$ dcp-osd {command.name} " in text, command.name
+
+
+# ---------------------------------------------------------------- all commands
+
+BELOW = {
+    "show": (), "verify": (), "diff": ("@",), "export": ("OUT/o.pt",), "rechunk": ("OUT/c",),
+    "plan": ("--world-size", "2"), "plot": ("-o", "OUT/p.html"),
+}  # fmt: skip
+"""The commands that take a checkpoint, and what else they need; ``@`` is the checkpoint again."""
+
+
+@pytest.mark.parametrize("where", ["missing", "empty", "file", "junk", "nothing", "folder", "odd"])
+def test_what_is_no_checkpoint_is_a_line(tmp_path: Path, where: str) -> None:
+    """In every command, with ``--json`` or without; and nothing is left behind."""
+    place, out = tmp_path / where, tmp_path / "out"
+    out.mkdir()
+    if where == "file":
+        place.write_text("x")
+    elif where != "missing":
+        place.mkdir()
+    if where in ("junk", "nothing"):
+        (place / ".metadata").write_bytes(b"junk" if where == "junk" else b"")
+    elif where == "folder":
+        (place / ".metadata").mkdir()
+    path = "zz9://x/y" if where == "odd" else str(place)
+    for command, more in BELOW.items():
+        words = [path if each == "@" else each.replace("OUT", str(out)) for each in more]
+        for how in ([], ["--json"]):
+            result = run(command, path, *words, *how)
+            assert result.exit_code in (1, 2), command
+            if command == "verify" and result.exit_code == 1:
+                assert ".metadata" in result.output  # damage, which it tells in its own words
+                continue
+            assert result.stdout == "" and result.stderr.startswith("dcp-osd: "), result.output
+            assert len(result.stderr.splitlines()) == 1 and path in result.stderr
+    assert [*out.iterdir()] == []
+
+
+def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [each for each in os.environ if each.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for command in ("show", "ls"):
+        result = run(command, "s3://bucket/run", "-o", "endpoint_url=http://127.0.0.1:9")
+        assert result.exit_code == 2 and "dcp-osd doctor" in result.stderr, result.output
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_names_do_not_reach_the_terminal_raw(tmp_path: Path) -> None:
+    """Escapes, line ends, and halves of surrogate pairs, which no terminal's encoding has."""
+    save({"model": {"a\x1b[31m\nb\udce4": torch.ones(2)}}, tmp_path / "c")
+    path = broken(tmp_path / "c", tmp_path / "broken", "lost")
+    for arguments in (
+        ("show", tmp_path / "c"),
+        ("show", tmp_path / "c", "--values"),
+        ("show", tmp_path / "c", "a\x1b"),
+        ("verify", path),
+        ("diff", tmp_path / "c", path),
+    ):
+        result = run(*arguments)
+        assert result.exit_code in (0, 1, 2) and "\x1b" not in result.output, arguments
+        assert "codec" not in result.output and "Traceback" not in result.output, arguments
+    assert "model.a\ufffd[31m\ufffdb\ufffd" in run("show", tmp_path / "c").output
+    (row,) = run_json("show", tmp_path / "c")["rows"]  # JSON has escapes of its own
+    assert row["key"] == "model.a\x1b[31m\nb\udce4"
+
+
+def test_help_version_and_completion() -> None:
+    commands = [each.name for each in app.registered_commands]
+    assert len(commands) == 12 and set(BELOW) < set(commands)
+    for command in commands:
+        result = run(str(command), "--help")
+        text = " ".join(result.output.split())
+        assert result.exit_code == 0 and "--json" in text and "Exit status" in text, command
+        assert run(str(command)).exit_code == 2
+    assert run("--version").output.split() == ["dcp-osd", dcp_fsdp_osd.__version__]
+    assert "--show-completion" in run("--help").output
+    found = CliRunner().invoke(
+        app,
+        prog_name="dcp-osd",
+        env={
+            "_DCP_OSD_COMPLETE": "complete_bash",
+            "COMP_WORDS": "dcp-osd pl",
+            "COMP_CWORD": "1",
+        },
+    )
+    assert found.stdout.split() == ["plan", "plot"], found.output
