@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Annotated
 
 import torch
 import typer
 
-import dcp_fsdp_osd
 from dcp_fsdp_osd.cli import foresee, turn
 from dcp_fsdp_osd.cli.output import (
     EXITS,
@@ -51,7 +51,10 @@ app = typer.Typer(
 
 def _say_version(wanted: bool) -> None:
     if wanted:
-        say(f"dcp-osd {dcp_fsdp_osd.__version__}")
+        try:
+            say(f"dcp-osd {importlib.metadata.version('dcp-fsdp-osd')}")
+        except importlib.metadata.PackageNotFoundError:
+            say("dcp-osd of a source tree that is not installed")
         raise typer.Exit()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import pickle
@@ -553,7 +554,14 @@ def test_help_version_and_completion() -> None:
         text = " ".join(result.output.split())
         assert result.exit_code == 0 and "--json" in text and "Exit status" in text, command
         assert run(str(command)).exit_code == 2
-    assert run("--version").output.split() == ["dcp-osd", dcp_fsdp_osd.__version__]
+    version = run("--version")
+    assert version.exit_code == 0
+    try:
+        importlib.metadata.version("dcp-fsdp-osd")
+    except importlib.metadata.PackageNotFoundError:
+        assert "not installed" in version.output
+    else:
+        assert version.output.split() == ["dcp-osd", dcp_fsdp_osd.__version__]
     assert "--show-completion" in run("--help").output
     found = CliRunner().invoke(
         app,
