@@ -9,6 +9,7 @@ from functools import partial
 from dcp_fsdp_osd.manager.group import Group
 from dcp_fsdp_osd.manager.steps import Retention, Steps
 from dcp_fsdp_osd.storage.commit import Committer
+from dcp_fsdp_osd.storage.level import Level
 from dcp_fsdp_osd.storage.metadata import MAX_METADATA_BYTES, metadata_name
 from dcp_fsdp_osd.storage.session import Session
 from dcp_fsdp_osd.storage.store import Upload
@@ -112,7 +113,7 @@ def _copy_files(source: Session, target: Session, files: Mapping[str, int]) -> N
     uploads: dict[str, Upload] = {}
     stats = Stats()
     pool = Pool(
-        _THREADS, stall=target.config.stall_seconds, what=f"{target.url}: copy", stats=stats
+        Level(_THREADS), stall=target.config.stall_seconds, what=f"{target.url}: copy", stats=stats
     )
 
     def move(name: str, gate: InOrder, offset: int, count: int) -> None:
@@ -132,7 +133,7 @@ def _copy_files(source: Session, target: Session, files: Mapping[str, int]) -> N
                 uploads[name] = target.call(create, f"create {name}", stats)
                 gate = InOrder(pool.stopped, needed=limits.order in ("queue", "stream"))
                 for offset in range(0, size, part):
-                    while pool.pending >= 2 * _THREADS:
+                    while pool.full:
                         pool.poll(block=True)
                     one = partial(move, name, gate, offset, min(part, size - offset))
                     pool.submit(one, patience=limits.patience_for(part))

@@ -121,9 +121,8 @@ class Fetcher:
 
     def _run(self, reads: Sequence[ReadItem]) -> None:
         session = self._session
-        threads = session.config.concurrency
         with Pool(
-            threads, stall=self._stall, what=f"{session.url}: read", stats=self._stats
+            session.level(), stall=self._stall, what=f"{session.url}: read", stats=self._stats
         ) as self._pool:
             wanted = Wanted(
                 reads,
@@ -153,7 +152,7 @@ class Fetcher:
                 f"load {session.url}", total, rank=session.rank, enabled=self._progress
             ) as self._bar:
                 for fetch in fetches:
-                    self._start(fetch, ahead=2 * threads)
+                    self._start(fetch)
                 while self._pool.pending:
                     self._finish(self._pool.poll(block=True))
                 while self._copying:
@@ -200,9 +199,9 @@ class Fetcher:
 
     # ---- reading ----
 
-    def _start(self, fetch: Fetch, ahead: int) -> None:
+    def _start(self, fetch: Fetch) -> None:
         """Lay out the memory that the request fills, and submit it."""
-        while self._pool.pending >= ahead:
+        while self._pool.full:
             self._finish(self._pool.poll(block=True))
         self._finish(self._pool.poll(block=False))
         job = _Job(fetch)

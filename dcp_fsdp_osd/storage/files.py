@@ -76,32 +76,32 @@ class FileWriter:
         total = sum(file.nbytes for file in plans)
         with contextlib.ExitStack() as stack:
             stack.callback(self._streams.wait)  # of a save that failed something may be under way
-            threads = self._session.config.concurrency
+            level = self._session.level()
             what = f"{url}: write"
             self._pool = stack.enter_context(
-                Pool(threads, stall=self._stall, what=what, stats=stats, deadline=self._deadline)
+                Pool(level, stall=self._stall, what=what, stats=stats, deadline=self._deadline)
             )
             self._bar = stack.enter_context(
                 Progress(f"save {url}", total, rank=self._session.rank, enabled=self._progress)
             )
-            self._complete(self._submit_all(plans, threads))
+            self._complete(self._submit_all(plans, level.most))
         return self._written
 
-    def _submit_all(self, plans: Sequence[FilePlan], threads: int) -> dict[str, int]:
+    def _submit_all(self, plans: Sequence[FilePlan], most: int) -> dict[str, int]:
         """Pack chunk after chunk and have each written; the sizes of the files, all written."""
         ordered = self._session.store.limits.order == "stream"
         files = [
             (plan.name, InOrder(self._pool.stopped, needed=ordered), self._packed(plan))
             for plan in plans
         ]
-        parallel = -(-threads // max(len(plans), 1))
+        parallel = -(-most // max(len(plans), 1))
         sizes: dict[str, int] = {}
         for name, gate, chunk in _in_turn(files):
             self._deadline.check(f"{self._session.url}: write")
             if name not in self._uploads:
                 self._uploads[name] = self._create(name, parallel)
             sizes[name] = chunk.offset + chunk.size
-            while self._pool.pending >= 2 * threads:
+            while self._pool.full:
                 self._collect(self._pool.poll(block=True))
             self._collect(self._pool.poll(block=False))
             self._pool.submit(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from dcp_fsdp_osd.errors import StorageError, message_of, survives_pickling
+from dcp_fsdp_osd.storage.level import Level
 from dcp_fsdp_osd.storage.location import is_local, resolve, split_url
 from dcp_fsdp_osd.storage.opening import Choice, choose, open_store
 from dcp_fsdp_osd.storage.redact import cleaned, display_url, redact, url_secrets
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
 _REMOTE_THREADS = 16
+_LOCAL_MOST = 32
 
 
 class Session:
@@ -108,6 +110,13 @@ class Session:
                     self._choice.why,
                 )
         return self._choice
+
+    def level(self) -> Level:
+        """How many requests to have under way at a time: what the user said, or for a local path
+        (which may be mounted from a network) what pays.
+        """
+        first = self.config.concurrency
+        return Level(first, None if self._concurrency or not self.is_local else _LOCAL_MOST)
 
     def move_to(self, path_or_url: str | os.PathLike[str]) -> None:
         """Use another folder, with the same options, from now on."""

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from dcp_fsdp_osd.errors import FlatOptimError, StorageError, message_of
+from dcp_fsdp_osd.storage.level import Level
 from dcp_fsdp_osd.storage.redact import cleaned, redact
 from dcp_fsdp_osd.storage.store import NoRetryError, Store
 from dcp_fsdp_osd.storage.workers import Workers
@@ -184,6 +185,8 @@ class Budget:
 class Pool:
     """Threads for blocking calls.  Use as a context manager, from one thread.
 
+    How many run at a time is the `level`'s to say, which learns from the bytes that are counted.
+
     The first error of a task stops the pool: queued tasks are cancelled, and :meth:`submit`,
     :meth:`poll` and :meth:`drain` raise it.  Leaving the block waits for running tasks, unless they
     have stalled: when for `stall` seconds no task ends and none is retried, ``StorageError`` is
@@ -194,7 +197,7 @@ class Pool:
 
     def __init__(
         self,
-        threads: int,
+        level: Level,
         *,
         stall: float,
         what: str,
@@ -209,7 +212,9 @@ class Pool:
         self._patience = 1
         self._stop = threading.Event()
         self._abandoned = False
-        self._workers = Workers(threads, "dcp_fsdp_osd")
+        self._level = level
+        self._done = 0
+        self._workers = Workers(level.now, "dcp_fsdp_osd")
 
     def __enter__(self) -> Pool:
         return self
@@ -236,6 +241,11 @@ class Pool:
         """Tasks submitted and not collected yet."""
         return len(self._pending)
 
+    @property
+    def full(self) -> bool:
+        """Whether as many tasks wait as run: enough for each thread to find another one."""
+        return len(self._pending) >= 2 * self._level.now
+
     def submit(self, call: Callable[[], Any], *, patience: int = 1) -> None:
         """Run `call` on a thread.  Its result comes out of :meth:`poll`.
 
@@ -249,6 +259,10 @@ class Pool:
         """Results of tasks that have ended, in no order; waits for one with `block`."""
         if not self._pending:
             return []
+        # What was collected last time has been counted by now.
+        before = self._level.now
+        if self._level.observe(self._stats.bytes, self._done, time.perf_counter()) != before:
+            self._workers.allow(self._level.now)
         done: set[Future[Any]] = set()
         stall = self._stall * self._patience
         while not done:
@@ -274,6 +288,7 @@ class Pool:
                     f"{self._what}: nothing was transferred for {stall:.0f} s; the storage "
                     "accepts requests and does not answer them"
                 )
+        self._done += len(done)
         results = []
         for future in done:
             error = future.exception()

@@ -187,7 +187,8 @@ class Soak:
             found = draw_round(-1 - number, self.world, "no fault")
             side = replace(found.job.source, world=self.world, strategy="FULL_SHARD", by="ours")
             job = replace(found.job, source=side, target=side, streaming=True)
-            found = replace(found, job=job, place=place, statefuls=True)
+            about = {**found.options, "max_inflight_bytes": 32 << 20}
+            found = replace(found, job=job, place=place, statefuls=True, options=about)
             options = self._options(found)
             self._same(found, self._save(found, options), options)
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage import StreamingReader, StreamingWriter
+from dcp_fsdp_osd.storage.level import Level
 from dcp_fsdp_osd.storage.local_store import LocalStore
 from dcp_fsdp_osd.storage.progress import Progress
 from dcp_fsdp_osd.storage.session import make_session
@@ -342,7 +343,10 @@ def test_a_pool_reports_the_first_error_and_stops() -> None:
         raise OSError("first")
 
     stats = Stats()
-    with pytest.raises(OSError, match="first"), Pool(2, stall=5, what="x", stats=stats) as pool:
+    with (
+        pytest.raises(OSError, match="first"),
+        Pool(Level(2), stall=5, what="x", stats=stats) as pool,
+    ):
         pool.submit(fail)
         for _ in range(50):
             pool.submit(lambda: time.sleep(0.01))
@@ -529,20 +533,20 @@ def test_a_deadline_ends_the_wait_for_a_task() -> None:
     hangs = threading.Event()
     with (
         pytest.raises(StorageError, match="x: the deadline is over"),
-        Pool(1, stall=60, what="x", stats=Stats(), deadline=Deadline(0.2)) as pool,
+        Pool(Level(1), stall=60, what="x", stats=Stats(), deadline=Deadline(0.2)) as pool,
     ):
         pool.submit(lambda: hangs.wait(20))
         pool.drain()
     assert 0.15 < time.monotonic() - begin < 5
     hangs.set()
-    with Pool(1, stall=0.2, what="x", stats=Stats(), deadline=Deadline(60)) as pool:
+    with Pool(Level(1), stall=0.2, what="x", stats=Stats(), deadline=Deadline(60)) as pool:
         pool.submit(lambda: 5)
         assert pool.drain() == [5]
         pool.submit(lambda: hangs.wait(0.1))
         pool.drain()
     with (
         pytest.raises(StorageError, match="nothing was transferred for 0 s"),
-        Pool(1, stall=0.2, what="x", stats=Stats(), deadline=Deadline(60)) as pool,
+        Pool(Level(1), stall=0.2, what="x", stats=Stats(), deadline=Deadline(60)) as pool,
     ):
         pool.submit(lambda: time.sleep(1))
         pool.drain()
