@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 __all__ = ["Level"]
 
+STEP = 4
+"""So many times as many requests are tried next. A load may be over after a few dozen of them: with
+twice as many, a third of it would go by on the way up."""
 GAIN = 1.3
-"""Throughput must grow by this factor when twice as many requests are under way, to stay so."""
+"""Throughput must grow by this factor with them, for it to stay so."""
 _AGAIN = 8
 """Turns at one level after which the next one is tried again: what was seen may be chance."""
 
@@ -28,8 +31,8 @@ class _Mark:
 class Level:
     """The number of requests to have under way; from `first`, to `most` at most.
 
-    It is doubled while that pays, measured over a turn of as many requests as are under way, and
-    halved again where it does not.  `most` equal to `first`: it is what the user said, and stays.
+    It is raised while that pays, measured over a turn of as many requests as are under way, and
+    taken back where it does not.  `most` equal to `first`: it is what the user said, and stays.
     Pure: it is fed with counts and times.
     """
 
@@ -37,12 +40,12 @@ class Level:
         self.now = first
         self.most = first if most is None else max(most, first)
         self._mark: _Mark | None = None
-        self._before: float | None = None  # rate at half the level, while this one is tried
+        self._below: tuple[int, float] | None = None  # level before, its rate, while one is tried
         self._settled = 0  # turns since it was found not to pay
 
     def observe(self, nbytes: int, tasks: int, at: float) -> int:
         """The level after `nbytes` and `tasks` were done in all, at a moment in seconds."""
-        if self.now == self.most and self._before is None:
+        if self.now == self.most and self._below is None:
             return self.now
         if self._mark is None:
             self._mark = _Mark(nbytes, tasks, at)
@@ -52,15 +55,15 @@ class Level:
             return self.now
         rate = (nbytes - mark.nbytes) / (at - mark.at)
         self._mark = _Mark(nbytes, tasks, at)
-        if self._before is not None and rate < GAIN * self._before:
-            self.now = max(self.now // 2, 1)
-            self._before = None
+        if self._below is not None and rate < GAIN * self._below[1]:
+            self.now = self._below[0]
+            self._below = None
             self._settled = _AGAIN
         elif self._settled:
             self._settled -= 1
         elif self.now < self.most:
-            self._before = rate
-            self.now = min(2 * self.now, self.most)
+            self._below = self.now, rate
+            self.now = min(STEP * self.now, self.most)
         else:
-            self._before = None
+            self._below = None
         return self.now

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,13 +37,14 @@ from dcp_fsdp_osd.storage.metadata import (
 )
 from dcp_fsdp_osd.storage.plain_objects import refused_names
 
-__all__ = ["Chunk", "FilePlan", "item_bytes", "pack", "plan_files"]
+__all__ = ["Chunk", "FilePlan", "item_bytes", "pack", "place_of", "plan_files"]
 
 SMALL = 1 << 16
 """Items below this many bytes are laid side by side at the start of a rank's first file."""
 TINY = 1 << 11
 """Items up to this many bytes lie before other small ones, which are up to 32 times as large: what
 is read of thousands of files because of them is mostly asked for."""
+_NUMBER = re.compile(r"\d+")
 _JOIN = 1 << 12  # payloads up to this are copied: a thousand of them make one piece
 _JOINED = 1 << 20  # bytes that are copied before they become a piece
 _ENVELOPE = 800  # about what header and trailer take
@@ -84,23 +86,34 @@ def item_bytes(item: WriteItem) -> int:
     return object_bytes(item)
 
 
+def place_of(key: str, nbytes: int, *, small: bool) -> tuple[bool, bool, str]:
+    """What the items of a rank are sorted by.
+
+    Tiny ones are first: a load that wants all scalars, or a rank's slivers of all norms, reads one
+    range.  Other small ones follow by what they are, the same of each layer (keys but for their
+    numbers): another layout's rank that holds the part of a unit where they lie wants that part of
+    each unit.
+    """
+    if not small:
+        return True, False, ""
+    return False, nbytes > TINY, _NUMBER.sub("", key) if nbytes > TINY else ""
+
+
 def plan_files(
     items: Sequence[WriteItem], *, prefix: str, save_id: str, files: int, least: int
 ) -> list[FilePlan]:
     """Spread `items` over at most `files` files of at least about `least` bytes.
 
-    Small items come first, in the first file, and tiny ones before them: a load that wants all
-    scalars, or a rank's slivers of all norms, reads one range.  The others keep their order, cut
-    where the bytes are even: neighbours in the plan (a flat tensor's boxes) stay neighbours on the
-    disk, so that a load at another layout reads long ranges.
+    Small items come first, in the first file (see :func:`place_of`).  The others keep their order,
+    cut where the bytes are even: neighbours in the plan (a flat tensor's boxes) stay neighbours on
+    the disk, so that a load at another layout reads long ranges.
     """
     sizes = {id(item): item_bytes(item) for item in items}
     is_small = {
         id(item): item.type == WriteItemType.BYTE_IO or sizes[id(item)] < SMALL for item in items
     }
     ordered = sorted(
-        items,
-        key=lambda item: (not is_small[id(item)], is_small[id(item)] and sizes[id(item)] > TINY),
+        items, key=lambda i: place_of(i.index.fqn, sizes[id(i)], small=is_small[id(i)])
     )
     total = sum(sizes.values()) + _ENVELOPE * len(items)
     count = max(1, min(files, total // max(least, 1)))

@@ -71,7 +71,7 @@ class StreamingWriter(HasRole, StorageWriter):
         path_or_url: the checkpoint's folder.  May be None when DCP is given a ``checkpoint_id``.
         overwrite: replace an existing checkpoint; by default one that exists is an error.
         concurrency: threads that write; by default 16 for URLs, and 2 for local paths, which become
-            twice as many while that pays, up to 32 (a path may be a network file system).
+            more while that pays, up to 32 (a path may be a network file system).
         part_size: bytes of one write or multipart part, rounded down to a multiple of 64; by
             default 32 MiB for local paths (fewer hand-overs between threads, and still in the
             cache when it is written) and 8 MiB for URLs.

@@ -163,8 +163,8 @@ def test_no_other_zip_names_nothing() -> None:
 
 @pytest.mark.parametrize("part_size", [None, 1 << 16])
 def test_the_smallest_lie_together(tmp_path: Path, part_size: int | None) -> None:
-    """A rank's shards of norms among those of matrices: who wants the norms alone, as another
-    layout's last rank does of thousands of files, asks each file once."""
+    """A rank's shards of norms among those of matrices: who wants the norms alone, or one matrix of
+    each layer, as another layout's rank does of thousands of files, asks each file once."""
     state: dict[str, Any] = {}
     for layer in range(60):
         state[f"{layer}.norm"] = torch.full((16,), float(layer))
@@ -175,7 +175,7 @@ def test_the_smallest_lie_together(tmp_path: Path, part_size: int | None) -> Non
     path = tmp_path / "ck"
     writer = StreamingWriter(path, fsync=False, part_size=part_size)
     dcp.save(state, storage_writer=writer, no_dist=True)
-    for wanted, most in (("norm",), 12), (("norm", "step"), 1):
+    for wanted, most in (("norm",), 12), (("norm", "step"), 1), (("k",), 1), (("v",), 1):
         target = {k: torch.zeros_like(v) for k, v in state.items() if k.split(".")[1] in wanted}
         reader = StreamingReader(path)
         dcp.load(target, storage_reader=reader, no_dist=True)
