@@ -47,7 +47,8 @@ class Account:
         struck: faults that fell, by kind; others came too late, or where nothing was called.
         raised: calls on all ranks that ended with an error, as they may under a fault.
         committed, compared: checkpoints that were committed; loads that were compared bit by bit.
-        losses, hangs: of which seed and kind, and what was seen.
+        losses, errors, hangs: of which seed and kind, and what was seen: states that are not what
+            was saved; calls that raised with no fault; calls that did not end.
         samples: of each long-lived rank.
     """
 
@@ -57,6 +58,7 @@ class Account:
     committed: int = 0
     compared: int = 0
     losses: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
     samples: dict[int, list[Used]] = field(default_factory=dict)
     seconds: float = 0.0
@@ -71,13 +73,13 @@ class Account:
         return found
 
     def problems(self) -> list[str]:
-        return [*self.losses, *self.hangs, *self.grown()]
+        return [*self.losses, *self.errors, *self.hangs, *self.grown()]
 
     def lines(self) -> Iterator[str]:
         yield (
             f"{sum(self.rounds.values())} rounds in {self.seconds:.0f} s; {self.committed} "
             f"checkpoints committed, {self.compared} loads compared bit by bit; "
-            f"{len(self.losses)} losses, {len(self.hangs)} hangs"
+            f"{len(self.losses)} losses, {len(self.errors)} other errors, {len(self.hangs)} hangs"
         )
         yield f"faults that fell: {sum(self.struck.values())} ({self.raised} calls raised)"
         for kind, count in sorted(self.rounds.items()):
@@ -148,11 +150,12 @@ class Soak:
         found = draw_round(seed, self.world, kind)
         account = self.account
         account.rounds[found.kind] += 1
-        problem = ""
+        problem, noted = "", account.losses
         try:
             self._round(found)
         except RankError as error:
             problem = f"an error that should not be: {error}"
+            noted = account.hangs if "Hung" in error.types.values() else account.errors
         except Loss as error:
             problem = str(error)
         finally:
@@ -161,10 +164,7 @@ class Soak:
             again = (
                 f"python -m tests.soak --replay {seed} --kind '{found.kind}' --world {self.world}"
             )
-            hangs = "Hung" in problem
-            (account.hangs if hangs else account.losses).append(
-                f"[{again}] {found.kind} on {found.place}, {found.job}: {problem}"
-            )
+            noted.append(f"[{again}] {found.kind} on {found.place}, {found.job}: {problem}")
         if sum(account.rounds.values()) % _SAMPLE_EVERY == 0:
             self.sample()
         account.seconds += time.monotonic() - begin
@@ -455,11 +455,13 @@ class Soak:
         self, found: Round, options: dict[str, Any], *, overwrite: bool = False
     ) -> list[list[Digest]]:
         """Version 0, with no fault."""
+        found = _calm(found)
         world = found.job.source.world
         args = (found, options, 0, jobs.NOTHING, overwrite)
         return self._lasting.run(jobs.save, world, *args, timeout=TIMEOUT)
 
     def _load(self, found: Round, options: dict[str, Any]) -> list[Digest]:
+        found = _calm(found)
         return self._lasting.run(jobs.load, found.job.target.world, found, options, timeout=TIMEOUT)
 
     def _world(self, found: Round, fn: Callable[..., Any]) -> int:
@@ -548,6 +550,11 @@ class Soak:
         if self._log is not None:
             self._log.write(json.dumps(what) + "\n")
             self._log.flush()
+
+
+def _calm(found: Round) -> Round:
+    """The round with the patience of usual jobs: where nothing stalls, a busy machine may."""
+    return replace(found, options={**found.options, "stall_seconds": 20.0})
 
 
 def _different(expected: Digest, found: Digest, *, whole: bool = True) -> str:

@@ -45,9 +45,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soak]:
 def test_a_round(running: Soak, case: tuple[str, str]) -> None:
     kind, seed = case[0], int(case[1])
     account = running.account
-    before = len(account.losses), len(account.hangs)
+    before = len(account.losses + account.errors + account.hangs)
     running.run(seed, kind)
-    assert (len(account.losses), len(account.hangs)) == before, account.problems()
+    assert len(account.losses + account.errors + account.hangs) == before, account.problems()
 
 
 @pytest.mark.filterwarnings("ignore")
