@@ -290,6 +290,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         data = LocalData(dict(self.mappings), self._reports, self._others, self._of_models, items)
         self.plan = SentPlan(items, plan.storage_data, data, plan.usable)
         self._proposed, self._outline = items, Outline.of(self.plan)
+        data.outline = self._outline
         again = None if self._kept is None else self._kept.again(self._outline)
         sent: SavePlan = self.plan
         if again is not None:
@@ -321,7 +322,6 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Take this rank's share of the global plan."""
-        check_safetensors(new_plan)
         answer = new_plan.planner_data
         if isinstance(answer, AsBefore):
             if self._kept is None or self._kept.plans != answer.plans:
@@ -338,6 +338,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 items = list(new_plan.items)
             new_plan = SavePlan(items, new_plan.storage_data, None, new_plan.usable)
             self._kept = Kept(answer.plans, answer.number, self._outline.key, items, answer.share)
+        check_safetensors(new_plan)
         self._planned = True
         held = {*self.state_dict, *self._share.renamed, *self._share.values}
         for item in new_plan.items:

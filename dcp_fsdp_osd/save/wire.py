@@ -139,6 +139,7 @@ class LocalData:
         others: key of what is no optimizer's and no model's -> digest.
         of_models: likewise, of models.
         proposed: the items, as the planner has them; does not travel.
+        outline: of the plan with these items, once it has been made; does not travel.
     """
 
     mappings: dict[str, Path]
@@ -146,6 +147,12 @@ class LocalData:
     others: dict[str, str]
     of_models: dict[str, str]
     proposed: Sequence[WriteItem] = ()
+    outline: Outline | None = None
+
+    def is_proposed(self, items: Sequence[WriteItem]) -> bool:
+        """Whether ``items`` are still those that the planner has."""
+        same = len(items) == len(self.proposed)
+        return same and all(map(operator.is_, items, self.proposed))
 
     def digests(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """What is compared between ranks, by what it is compared with; always in this order.
@@ -201,7 +208,7 @@ def _without_own(data: LocalData) -> LocalData:
         )
         for key, report in data.reports.items()
     }
-    names = dataclasses.replace(data, reports=reports, proposed=())
+    names = dataclasses.replace(data, reports=reports, proposed=(), outline=None)
     return names.with_digests(iter([""] * sum(1 for _ in names.digests())))
 
 
@@ -260,13 +267,15 @@ class Outline:
     def of(cls, plan: SavePlan) -> Outline:
         """Of a plan with :class:`LocalData`."""
         data: LocalData = plan.planner_data
+        proposed = data.is_proposed(plan.items)
+        if data.outline is not None and proposed:
+            return data.outline
         entries: list[Entry] = []
         intervals = array("q")
         for entry, _, start, stop in entries_of(plan.items):
             entries.append(entry)
             if isinstance(entry, Run):
                 intervals.extend((start, stop))
-        same = len(plan.items) == len(data.proposed)
         own = Own(
             intervals,
             [
@@ -278,7 +287,7 @@ class Outline:
                 )
                 for report in data.reports.values()
             ],
-            same and all(map(operator.is_, plan.items, data.proposed)),
+            proposed,
         )
         digests = bytes.fromhex("".join(value for _, value in data.digests()))
         common, strings = dump_strings((entries, _without_own(data)))

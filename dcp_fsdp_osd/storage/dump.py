@@ -12,6 +12,7 @@ The stream is of protocol 4, in frames, as ``pickle.load`` of any version and fi
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
 import pickle
 import struct
@@ -103,7 +104,7 @@ class _Stream:
         self._sizes: dict[torch.Size, bytes] = {}
         self._chunks: dict[tuple[torch.Size, torch.Size], bytes] = {}
         self._objects: dict[int, bytes] = {}
-        self._properties: dict[bytes, bytes] = {}
+        self._properties: dict[tuple[Any, ...], bytes] = {}
 
     # ---- frames ----
 
@@ -213,44 +214,49 @@ class _Stream:
 
     # ---- what there is much of ----
 
-    def items(self, values: Iterable[tuple[Any, Any]], put: Callable[[Any], None]) -> None:
-        """A dict; `put` puts a value."""
+    # What has been written before is looked up here, without a call for each field.
+
+    def items(self, values: Iterable[tuple[Any, Any]], make: Callable[[Any], bytes]) -> None:
+        """A dict; `make` makes a value."""
         self.put(b"}")
         count = -1
         for count, (key, value) in enumerate(values):
-            if count % _BATCH == 0:
-                self.put(b"u(" if count else b"(")
-            self.put(self.plain(key))
-            put(value)
+            made = (b"u(" if count else b"(") if count % _BATCH == 0 else b""
+            made += self.text(key) if type(key) is str else self.plain(key)
+            self.put(made + make(value))
         if count >= 0:
             self.put(b"u")
 
-    def stored(self, value: Any) -> None:
+    def stored(self, value: Any) -> bytes:
         """A value of ``state_dict_metadata``."""
         chunks = getattr(value, "chunks", None)
         if type(value) is not TensorStorageMetadata or not _only_chunks(chunks):
-            self.put(self.plain(value))
-            return
-        self.put(self.kind(TensorStorageMetadata) + b")\x81}(")
+            return self.plain(value)
+        texts, sizes, boxes = self._texts, self._sizes, self._chunks
+        parts = [self.kind(TensorStorageMetadata), b")\x81}("]
         for name, field in vars(value).items():
-            self.put(self.text(name))
+            parts.append(texts.get(name) or self.text(name))
             if name == "chunks":
-                self.put(b"]")
+                parts.append(b"]")
                 for begin in range(0, len(field), _BATCH):
-                    self.put(b"(")
+                    parts.append(b"(")
                     for chunk in field[begin : begin + _BATCH]:
-                        self.put(self._chunk(chunk.offsets, chunk.sizes))
-                    self.put(b"e")
-            elif isinstance(field, TensorProperties):
-                self.put(self._of_properties(field))
+                        offsets, shape = chunk.offsets, chunk.sizes
+                        parts.append(boxes.get((offsets, shape)) or self._chunk(offsets, shape))
+                    parts.append(b"e")
+            elif type(field) is TensorProperties:
+                known = self._properties.get(tuple(vars(field).values()))
+                parts.append(known or self._of_properties(field))
+            elif type(field) is torch.Size:
+                parts.append(sizes.get(field) or self.size(field))
             else:
-                self.put(self.plain(field))
-        self.put(b"ub")
+                parts.append(self.plain(field))
+        parts.append(b"ub")
+        return b"".join(parts)
 
     def _of_properties(self, properties: TensorProperties) -> bytes:
         made = self._foreign(properties)
-        found = self._properties.get(made)
-        return found or made + self._memoized(self._properties, made)
+        return made + self._memoized(self._properties, tuple(vars(properties).values()))
 
     def _chunk(self, offsets: torch.Size, sizes: torch.Size) -> bytes:
         found = self._chunks.get((offsets, sizes))
@@ -263,7 +269,7 @@ class _Stream:
     def entries(self, places: Mapping[Any, Any]) -> None:
         """``storage_data``."""
         if not isinstance(places, Places):
-            self.items(places.items(), lambda info: self.put(self.plain(info)))
+            self.items(places.items(), self.plain)
             return
         self.put(b"}")
         count = -1
@@ -291,24 +297,29 @@ class _Stream:
     def _put_entry(self) -> Callable[[MetadataIndex, EntryInfo], None]:
         """Puts an entry as :meth:`_fields` does, once that has written another."""
         text, size, put = self.text, self.size, self.put
+        texts, sizes = self._texts, self._sizes
+        number = functools.lru_cache(1024)(_number)  # lengths repeat
         fqn = self.kind(MetadataIndex) + b")\x81}(" + text("fqn")
         offset, hint = text("offset"), text("index")
         name = b"ub" + self.kind(_StorageInfo) + b")\x81}(" + text("relative_path")
         length = text("length")
 
         def put_entry(index: MetadataIndex, entry: EntryInfo) -> None:
-            made = fqn + text(index.fqn) + offset
-            made += b"N" if index.offset is None else size(index.offset)
-            made += hint + (b"N" if index.index is None else _number(index.index))
-            made += name + text(entry.name) + offset + _number(entry.offset)
-            made += length + _number(entry.length)
+            made = fqn + (texts.get(index.fqn) or text(index.fqn)) + offset
+            if index.offset is None:
+                made += b"N"
+            else:
+                made += sizes.get(index.offset) or size(index.offset)
+            made += hint + (b"N" if index.index is None else number(index.index))
+            made += name + (texts.get(entry.name) or text(entry.name)) + offset
+            made += number(entry.offset) + length + number(entry.length)
             if entry.kind is not None:
                 # Not among those above: the first entry may have been without.
                 made += text(ATTRIBUTE) + (b"(" if entry.kind == KIND_TENSOR else b"")
-                made += _number(entry.kind) + (b"N" if entry.crc is None else _number(entry.crc))
+                made += number(entry.kind) + (b"N" if entry.crc is None else number(entry.crc))
                 if entry.kind == KIND_TENSOR:
-                    made += _number(entry.payload) + _number(entry.nbytes)
-                    made += text(entry.dtype) + b"t"
+                    made += number(entry.payload) + number(entry.nbytes)
+                    made += (texts.get(entry.dtype) or text(entry.dtype)) + b"t"
                 else:
                     made += b"\x86"
             put(made + b"ub")
@@ -318,13 +329,14 @@ class _Stream:
 
 def _only_chunks(chunks: Any) -> bool:
     """Whether they can be written by their offsets and sizes alone."""
-    return isinstance(chunks, Iterable) and all(
-        type(chunk) is ChunkStorageMetadata
-        and type(vars(chunk).get("offsets")) is torch.Size
-        and type(vars(chunk).get("sizes")) is torch.Size
-        and len(vars(chunk)) == 2
-        for chunk in chunks
-    )
+    if not isinstance(chunks, Iterable):
+        return False
+    for chunk in chunks:
+        fields = vars(chunk) if type(chunk) is ChunkStorageMetadata else {}
+        offsets, sizes = fields.get("offsets"), fields.get("sizes")
+        if not (len(fields) == 2 and type(offsets) is type(sizes) is torch.Size):
+            return False
+    return True
 
 
 def _number(value: int) -> bytes:
