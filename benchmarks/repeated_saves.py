@@ -9,11 +9,12 @@ global plan and pickles the answers; then each rank's results of writing, which 
 go to the coordinator, which makes the bytes of ``.metadata``.  Between saves the step and the
 learning rate change.
 
-Columns: ``coordinator``, seconds in which all ranks wait for it (unpickle, plan, pickle, unpack
-results); ``rank``, seconds of one rank for its local plan, its answer and its results, mean; ``up``
-and ``down``, KB of one rank's plan and answer as sent, ``results``, KB of what it has written,
-mean; ``of first``, coordinator and rank together as a share of the first save's; ``metadata``,
-seconds for filling and pickling ``.metadata``, which is new in each save.
+Columns: ``coordinator``, seconds in which all ranks wait for its planning (unpickle, plan, pickle);
+``unpack``, likewise for the results, which are new in each save; ``rank``, seconds of one rank for
+its local plan, its answer and its results, mean; ``up`` and ``down``, KB of one rank's plan and
+answer as sent, ``results``, KB of what it has written, mean; ``of first``, coordinator and rank
+together as a share of the first save's; ``metadata``, seconds for filling and pickling
+``.metadata``, which is new in each save.
 
 ``--real`` saves the same model with gloo ranks to local disk: ``whole``, seconds of the slowest
 rank; ``plan``, the part of them that is neither writing (the slowest rank's) nor ``.metadata`` and
@@ -134,7 +135,8 @@ def _save(ranks: list[Rank], step: int) -> dict[str, float]:
         dump_metadata(metadata)
     filled = clock()
     return {
-        "coordinator": answered - planned + unpacked - written,
+        "coordinator": answered - planned,
+        "unpack": unpacked - written,
         "rank": (own + written - answered) / len(ranks),
         "up": sum(map(len, sent)) / len(sent) / 1e3,
         "down": sum(map(len, answers)) / len(answers) / 1e3,
