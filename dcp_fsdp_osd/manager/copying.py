@@ -11,7 +11,7 @@ from dcp_fsdp_osd.manager.steps import Retention, Steps
 from dcp_fsdp_osd.storage.commit import Committer
 from dcp_fsdp_osd.storage.level import Level
 from dcp_fsdp_osd.storage.metadata import MAX_METADATA_BYTES, metadata_name
-from dcp_fsdp_osd.storage.session import Session
+from dcp_fsdp_osd.storage.session import LONG, SYNCED, Session
 from dcp_fsdp_osd.storage.store import Upload
 from dcp_fsdp_osd.storage.transfer import InOrder, Pool, Stats
 
@@ -19,7 +19,6 @@ __all__ = ["copy_up", "shares"]
 
 _THREADS = 4
 _PART = 8 << 20
-_COMPLETE = 10  # stall limits that completing a file may take, as in files.py
 
 _Listing = list[tuple[int, dict[str, int]]]
 
@@ -54,7 +53,7 @@ def _to_copy(near: Steps, far: Steps, newest: int, retention: Retention) -> _Lis
     found: _Listing = []
     for step in sorted(wanted, reverse=True):
         with contextlib.closing(near.session(step)) as session:
-            sizes = session.call(session.store.sizes, "list", Stats())
+            sizes = session.call(session.store.sizes, "list", Stats(), patience=LONG)
         found.append((step, {n: size for n, size in sizes.items() if n.endswith(".distcp")}))
     return found
 
@@ -91,8 +90,10 @@ def _copy(
         raise
 
     def commit() -> None:
+        name, store = metadata_name(), source.store
+        size = source.call(lambda: store.size(name), "size", Stats())
         data = source.call(
-            lambda: source.store.read(metadata_name(), MAX_METADATA_BYTES), "read", Stats()
+            lambda: store.read(name, MAX_METADATA_BYTES), f"read {name}", Stats(), nbytes=size
         )
         committer.publish(data, files)
 
@@ -103,9 +104,10 @@ def _remove_earlier(target: Session, committer: Committer, names: Collection[str
     """Files of a copy that was killed have the names of this one's, and so have its uploads."""
     committer.remove(names)
     with contextlib.suppress(Exception):  # not everybody may list uploads
-        for name, upload in target.store.uploads():
+        for name, upload in target.call(target.store.uploads, "list uploads", Stats()):
             if name in names:
-                target.store.abort_upload(name, upload)
+                abort = partial(target.store.abort_upload, name, upload)
+                target.call(abort, f"abort an upload of {name}", Stats())
 
 
 def _copy_files(source: Session, target: Session, files: Mapping[str, int]) -> None:
@@ -120,10 +122,10 @@ def _copy_files(source: Session, target: Session, files: Mapping[str, int]) -> N
         """One part, in a thread of the pool."""
         data = memoryview(bytearray(count))
         read = partial(source.store.read_into, name, offset, [data])
-        source.call(read, f"read {name}", stats, pool.stopped)
+        source.retried(read, f"read {name}", stats, pool.stopped)
         with gate.turn(offset, count):
             write = partial(uploads[name].write, offset, [data])
-            target.call(write, f"write {name} at {offset}", stats, pool.stopped)
+            target.retried(write, f"write {name} at {offset}", stats, pool.stopped)
 
     try:
         with pool:
@@ -140,11 +142,16 @@ def _copy_files(source: Session, target: Session, files: Mapping[str, int]) -> N
             pool.drain()
             for name, size in files.items():
                 complete = partial(uploads[name].complete, size)
-                call = partial(target.call, complete, f"complete {name}", stats, pool.stopped)
-                pool.submit(call, patience=_COMPLETE)
+                call = partial(target.retried, complete, f"complete {name}", stats, pool.stopped)
+                pool.submit(call, patience=SYNCED)
             pool.drain()
     except BaseException:
-        for upload in uploads.values():
-            with contextlib.suppress(Exception):
-                upload.abort()
+
+        def abort() -> None:
+            for upload in uploads.values():
+                with contextlib.suppress(Exception):
+                    upload.abort()
+
+        with contextlib.suppress(Exception):
+            target.call(abort, "abort uploads", Stats())
         raise

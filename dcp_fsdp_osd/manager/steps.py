@@ -7,15 +7,17 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.latest import commits
 from dcp_fsdp_osd.storage.location import is_local, join, local_path, resolve
 from dcp_fsdp_osd.storage.metadata import metadata_name
 from dcp_fsdp_osd.storage.reader import StreamingReader
 from dcp_fsdp_osd.storage.redact import display_url
-from dcp_fsdp_osd.storage.session import Session, make_session
+from dcp_fsdp_osd.storage.session import LONG, Session, make_session
 from dcp_fsdp_osd.storage.transfer import Stats
 from dcp_fsdp_osd.storage.writer import StreamingWriter
 
@@ -102,9 +104,10 @@ class Steps:
         Raises:
             StorageError: the bucket does not exist, the path is a file, or the storage fails.
         """
-        if self.is_local and not Path(local_path(self.url)).exists():
-            return []
         with self._all() as session:
+            here = Path(local_path(self.url))
+            if self.is_local and not session.call(here.exists, "look for the folder", Stats()):
+                return []
             return _numbers(commit.folder for commit in commits(session))
 
     def clean(self, retention: Retention, newest: int) -> None:
@@ -117,7 +120,7 @@ class Steps:
             self.remove(step)
             self.damaged.discard(step)
         with self._all() as session:
-            begun = _numbers(session.call(session.store.folders, "list", Stats()))
+            begun = _numbers(session.call(session.store.folders, "list", Stats(), patience=LONG))
         for step in begun:
             if step < newest and step not in committed:
                 self.remove_debris(step)
@@ -131,23 +134,24 @@ class Steps:
         with contextlib.closing(self.session(step)) as session:
             stats = Stats()
             session.call(lambda: session.store.delete([metadata_name()]), "delete", stats)
-            names = list(session.call(session.store.sizes, "list", stats))
-            session.call(lambda: session.store.delete(names), "delete", stats)
-            self._remove_if_empty(step)
+            names = list(session.call(session.store.sizes, "list", stats, patience=LONG))
+            session.call(lambda: session.store.delete(names), "delete", stats, patience=LONG)
+            self._remove_if_empty(session)
 
     def remove_debris(self, step: int) -> None:
         """What failed saves left in a step's folder, if there is no checkpoint in it."""
         with contextlib.closing(self.session(step)) as session:
             stats = Stats()
-            found = session.call(session.store.sizes, "list", stats)
+            found = session.call(session.store.sizes, "list", stats, patience=LONG)
             if any(map(_METADATA.fullmatch, found)):
                 return  # a checkpoint, of single ranks or of just now
             names = [name for name in found if _DEBRIS.fullmatch(name)]
-            session.call(lambda: session.store.delete(names), "delete", stats)
+            session.call(lambda: session.store.delete(names), "delete", stats, patience=LONG)
             with contextlib.suppress(Exception):  # not everybody may list uploads
-                for name, upload in session.store.uploads():
-                    session.store.abort_upload(name, upload)
-            self._remove_if_empty(step)
+                for name, upload in session.call(session.store.uploads, "list uploads", stats):
+                    abort = partial(session.store.abort_upload, name, upload)
+                    session.call(abort, f"abort an upload of {name}", stats)
+            self._remove_if_empty(session)
 
     def tidy(self, step: int) -> None:
         """Remove what a save that was killed in its commit left beside its checkpoint.
@@ -156,19 +160,20 @@ class Steps:
         """
         with contextlib.closing(self.session(step)) as session:
             stats = Stats()
-            found = session.call(session.store.sizes, "list", stats)
+            found = session.call(session.store.sizes, "list", stats, patience=LONG)
             if not any(name.endswith(".committing") for name in found):
                 return
             metadata = StreamingReader(self.at(step), **self.reader_options).read_metadata()
             live = {getattr(each, "relative_path", None) for each in metadata.storage_data.values()}
             names = [name for name in found if _DEBRIS.fullmatch(name) and name not in live]
-            session.call(lambda: session.store.delete(names), "delete", stats)
+            session.call(lambda: session.store.delete(names), "delete", stats, patience=LONG)
 
-    def _remove_if_empty(self, step: int) -> None:
+    def _remove_if_empty(self, session: Session) -> None:
         """Object storage has no empty folders."""
-        if self.is_local:
-            with contextlib.suppress(OSError):
-                Path(local_path(self.at(step))).rmdir()
+        if session.is_local:
+            with contextlib.suppress(StorageError, OSError):
+                folder = Path(local_path(session.config.url))
+                session.call(folder.rmdir, "remove the folder", Stats())
 
 
 def _numbers(folders: Iterable[str]) -> list[int]:

@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
 from dcp_fsdp_osd.storage.metadata import MAX_METADATA_BYTES, metadata_name
-from dcp_fsdp_osd.storage.session import Session
+from dcp_fsdp_osd.storage.session import LONG, SYNCED, Session
 from dcp_fsdp_osd.storage.store import Store
-from dcp_fsdp_osd.storage.transfer import Deadline, Stats
+from dcp_fsdp_osd.storage.transfer import Deadline, StalledError, Stats
 from dcp_fsdp_osd.storage.turn import Turn
 from dcp_fsdp_osd.storage.workers import Workers
 
@@ -92,12 +92,19 @@ class Committer:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_uploads": None}
 
-    def call(self, call: Callable[[Store], T], what: str) -> T:
-        """`call(store)` with the session's retries."""
+    def call(
+        self, call: Callable[[Store], T], what: str, *, nbytes: int = 0, patience: int = 1
+    ) -> T:
+        """`call(store)` as :meth:`Session.call` does it."""
         self._check_due(what)
         try:
             return self._session.call(
-                lambda: call(self._session.store), what, self._stats, self._late
+                lambda: call(self._session.store),
+                what,
+                self._stats,
+                self._late,
+                nbytes=nbytes,
+                patience=patience,
             )
         except FileNotFoundError as error:
             raise StorageError(
@@ -136,7 +143,7 @@ class Committer:
 
     def check_free(self) -> None:
         """Raise if a checkpoint is there that must not or cannot be overwritten."""
-        found = self.call(lambda store: store.sizes(), "list")
+        found = self.call(lambda store: store.sizes(), "list", patience=LONG)
         there = self._markers(found)
         if there and not self._overwrite:
             raise self._exists()
@@ -237,7 +244,9 @@ class Committer:
     def remove(self, names: Collection[str]) -> None:
         """Delete files; missing ones are no error."""
         if names:
-            self.call(lambda store: store.delete(names), f"delete {len(names)} files")
+            self.call(
+                lambda store: store.delete(names), f"delete {len(names)} files", patience=LONG
+            )
 
     def abort_all(self, save_id: str) -> None:
         """Remove all ranks' files of a save that failed here, and tell those that still write.
@@ -252,7 +261,7 @@ class Committer:
         )
 
         def remove_listed() -> None:
-            found = self.call(lambda store: store.sizes(), "list")
+            found = self.call(lambda store: store.sizes(), "list", patience=LONG)
             self.remove([name for name in found if name.endswith(f"_{save_id}.distcp")])
 
         self.quietly("remove the failed save", remove_listed)
@@ -299,7 +308,7 @@ class Committer:
             store.put(name, data, exclusive=not self._overwrite)
 
         try:
-            self.call(put, f"commit {name}")
+            self.call(put, f"commit {name}", nbytes=len(data), patience=SYNCED)
         except BaseException as error:
             # The answer may have been lost after the server had done it: look what is there.
             # Where that fails too the files stay, because they may be part of a checkpoint.
@@ -310,12 +319,14 @@ class Committer:
                     f"read {name}",
                     self._stats,
                     self._late,
+                    nbytes=len(data),
                 )
             except FileNotFoundError:
                 found = b""
             if found == data:
                 return
-            self.quietly("remove the failed save", lambda: self.remove(files))
+            if not isinstance(error, StalledError):  # which may be done yet
+                self.quietly("remove the failed save", lambda: self.remove(files))
             if isinstance(error, FileExistsError):
                 raise self._exists() from None
             raise

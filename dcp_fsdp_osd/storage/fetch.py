@@ -306,7 +306,7 @@ class Fetcher:
     def _read_range(self, fetch: Fetch, views: list[memoryview], where: str) -> None:
         session = self._session
         try:
-            session.call(
+            session.retried(
                 lambda: session.store.read_into(fetch.name, fetch.start, views),
                 f"read {fetch.name} bytes {fetch.start} to {fetch.end}",
                 self._stats,

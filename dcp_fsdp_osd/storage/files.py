@@ -15,13 +15,11 @@ from dcp_fsdp_osd.storage.memory import ScratchPool
 from dcp_fsdp_osd.storage.pack import Chunk, FilePlan, item_bytes, pack
 from dcp_fsdp_osd.storage.progress import Progress
 from dcp_fsdp_osd.storage.results import Entry
-from dcp_fsdp_osd.storage.session import Session
+from dcp_fsdp_osd.storage.session import SYNCED, Session
 from dcp_fsdp_osd.storage.store import Upload
 from dcp_fsdp_osd.storage.transfer import Budget, Deadline, InOrder, Pool, Stats
 
 __all__ = ["FileWriter"]
-
-_COMPLETE = 10  # an fsync writes out what others wrote too, and says nothing meanwhile
 
 
 class FileWriter:
@@ -144,7 +142,7 @@ class FileWriter:
     def _write_chunk(self, upload: Upload, gate: InOrder, chunk: Chunk) -> Chunk:
         """In a thread of the pool."""
         with gate.turn(chunk.offset, chunk.size):
-            self._session.call(
+            self._session.retried(
                 lambda: upload.write(chunk.offset, chunk.pieces),
                 f"write {chunk.name} at {chunk.offset}",
                 self._stats,
@@ -158,13 +156,13 @@ class FileWriter:
         for name, upload in self._uploads.items():
             self._pool.submit(
                 partial(
-                    self._session.call,
+                    self._session.retried,
                     partial(upload.complete, sizes[name]),
                     f"complete {name}",
                     self._stats,
                     self._pool.stopped,
                 ),
-                patience=max(_COMPLETE, self._patience()),
+                patience=max(SYNCED, self._patience()),
             )
         self._pool.drain()
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.location import is_named, join, local_path, resolve
 from dcp_fsdp_osd.storage.once import from_first_rank
-from dcp_fsdp_osd.storage.session import Session, make_session
+from dcp_fsdp_osd.storage.session import LONG, Session, make_session
 from dcp_fsdp_osd.storage.store import Backend, Commit
 from dcp_fsdp_osd.storage.transfer import Stats
 
@@ -26,6 +26,7 @@ def latest(
     backend: Backend = "auto",
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
+    stall_seconds: float = 60.0,
 ) -> str | None:
     """The path or URL of the newest committed checkpoint in a folder of checkpoints; None if none.
 
@@ -41,11 +42,16 @@ def latest(
 
     Raises:
         StorageError: the folder or bucket does not exist (on object storage any folder of a bucket
-            does), or is a file.
+            does), or is a file; or storage fails, or does not answer.
     """
 
     def newest() -> str | None:
-        session = make_session(path_or_url, backend=backend, storage_options=storage_options)
+        session = make_session(
+            path_or_url,
+            backend=backend,
+            storage_options=storage_options,
+            stall_seconds=stall_seconds,
+        )
         try:
             found = commits(session)
         finally:
@@ -64,16 +70,20 @@ def commits(session: Session) -> list[Commit]:
     Raises:
         StorageError: as :func:`latest`.
     """
-    if session.is_local and not (path := Path(local_path(session.config.url))).is_dir():
-        if path.exists():
-            raise StorageError(f"{session.url} is a file; expected a folder of checkpoints")
-        # None would make a run whose path was mistyped begin anew without a word.
-        raise StorageError(
-            f"{session.url}: the folder does not exist; mend the path, or make the folder before "
-            "the first run"
-        )
+
+    def listed() -> list[Commit]:
+        if session.is_local and not (path := Path(local_path(session.config.url))).is_dir():
+            if path.exists():
+                raise StorageError(f"{session.url} is a file; expected a folder of checkpoints")
+            # None would make a run whose path was mistyped begin anew without a word.
+            raise StorageError(
+                f"{session.url}: the folder does not exist; mend the path, or make the folder "
+                "before the first run"
+            )
+        return session.store.commits()
+
     try:
-        found = session.call(session.store.commits, "list", Stats())
+        found = session.call(listed, "list", Stats(), patience=LONG)
         return [commit for commit in found if is_named(session.config.url, commit.folder)]
     except Exception as error:
         failure = session.portable(error)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from dcp_fsdp_osd.storage.latest import natural
 from dcp_fsdp_osd.storage.location import is_named, local_path, parent
 from dcp_fsdp_osd.storage.opening import open_store
 from dcp_fsdp_osd.storage.session import Session
+from dcp_fsdp_osd.storage.transfer import bounded
 
 __all__ = ["Unreadable", "look_around"]
 
@@ -58,13 +58,10 @@ def look_around(session: Session, *, beside: bool) -> str:
 
     With `beside`, and the checkpoints below it and beside it.
     """
-    thread = ThreadPoolExecutor(1, thread_name_prefix="dcp_fsdp_osd_look")
     try:
-        return thread.submit(_look, session, beside).result(_SECONDS)
+        return bounded(lambda: _look(session, beside), stall=_SECONDS, what="look around")
     except Exception:  # it is to explain an error, not to be one
         return ""
-    finally:
-        thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _look(session: Session, beside: bool) -> str:

@@ -340,28 +340,38 @@ class StreamingReader(HasRole, StorageReader):
         session, what = self._session, f"{self._session.url}/{name}"
         store = session.store
 
-        def whole(limit: int) -> bytes:
-            return session.call(lambda: store.read(name, limit), f"read {name}", self.stats)
+        def whole(limit: int, size: int = 0) -> bytes:
+            return session.call(
+                lambda: store.read(name, limit), f"read {name}", self.stats, nbytes=size
+            )
 
         def part(start: int, count: int) -> bytes:
             found = bytearray(count)
             pieces = [memoryview(found)]
-            session.call(lambda: store.read_into(name, start, pieces), f"read {name}", self.stats)
+            session.call(
+                lambda: store.read_into(name, start, pieces),
+                f"read {name}",
+                self.stats,
+                nbytes=count,
+            )
             return bytes(found)
 
+        def length() -> int:
+            return session.call(lambda: store.size(name), "size", self.stats)
+
         if self._allow_pickle:
-            data = whole(MAX_METADATA_BYTES)
+            data = whole(MAX_METADATA_BYTES, length())
             return data, len(data)
         size = 0
         if session.is_local:
-            size = session.call(lambda: store.size(name), "size", self.stats)
+            size = length()
         else:
             try:
                 data = whole(_LARGE)
             except StorageError as error:
                 # It is larger, which the store saw in what it began to read; or that failed.
                 with contextlib.suppress(Exception):
-                    size = session.call(lambda: store.size(name), "size", self.stats)
+                    size = length()
                 if size <= _LARGE:
                     raise error from error.__cause__
         if size > _LARGE:
@@ -375,7 +385,7 @@ class StreamingReader(HasRole, StorageReader):
             size = len(data)
         start = index_start(data, size, what)
         if start is None:
-            data = data if len(data) == size else whole(MAX_METADATA_BYTES)
+            data = data if len(data) == size else whole(MAX_METADATA_BYTES, size)
             return data, len(data)
         rest = size - len(data) - start
         return (part(start, rest) + data if rest > 0 else data[-rest:]), size

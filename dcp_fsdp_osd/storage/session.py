@@ -16,15 +16,21 @@ from dcp_fsdp_osd.storage.location import is_local, resolve, split_url
 from dcp_fsdp_osd.storage.opening import Choice, choose, open_store
 from dcp_fsdp_osd.storage.redact import cleaned, display_url, redact, url_secrets
 from dcp_fsdp_osd.storage.store import Backend, Store, StoreConfig
-from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats, retrying
+from dcp_fsdp_osd.storage.transfer import RetryPolicy, Stats, bounded, retrying
 
-__all__ = ["Session", "accepts", "make_session", "portable_errors", "telling"]
+__all__ = ["LONG", "SYNCED", "Session", "accepts", "make_session", "portable_errors", "telling"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
 _REMOTE_THREADS = 16
 _LOCAL_MOST = 32
+_PER_STALL = 64 << 20  # bytes that one call moves within a stall limit, or storage is too slow
+
+LONG = 4
+"""Stall limits for a call that goes through many files without a sign of life."""
+SYNCED = 10
+"""Those for one that ends with an fsync, which writes out what others wrote too."""
 
 
 class Session:
@@ -151,8 +157,37 @@ class Session:
         what: str,
         stats: Stats,
         stopped: Callable[[], bool] = lambda: False,
+        *,
+        nbytes: int = 0,
+        patience: int = 1,
     ) -> T:
-        """`call()` with this session's retries; `what` names the operation in errors."""
+        """`call()` with this session's retries and its stall limit; `what` names the operation in
+        errors.
+
+        Each try runs on a thread of its own, which is left behind when it hangs.  Those that move
+        `nbytes` may take several stall limits, and `patience` of them in any case.
+
+        Raises:
+            StalledError: there was no answer in time.
+        """
+        limits = self.store.limits
+        stalls = max(patience, limits.patience_for(nbytes), -(-nbytes // _PER_STALL))
+        one = functools.partial(
+            bounded,
+            call,
+            stall=self.config.stall_seconds * stalls,
+            what=f"{self.url}: rank {self.rank}: {what}",
+        )
+        return self.retried(one, what, stats, stopped)
+
+    def retried(
+        self,
+        call: Callable[[], T],
+        what: str,
+        stats: Stats,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> T:
+        """:meth:`call` in this thread and without a limit: for tasks of a Pool, which has one."""
         return retrying(
             call,
             store=self.store,

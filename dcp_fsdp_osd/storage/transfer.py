@@ -24,10 +24,24 @@ from dcp_fsdp_osd.storage.redact import cleaned, redact
 from dcp_fsdp_osd.storage.store import NoRetryError, Store
 from dcp_fsdp_osd.storage.workers import Workers
 
-__all__ = ["Budget", "Deadline", "InOrder", "Pool", "RetryPolicy", "Stats", "retrying"]
+__all__ = [
+    "Budget",
+    "Deadline",
+    "InOrder",
+    "Pool",
+    "RetryPolicy",
+    "StalledError",
+    "Stats",
+    "bounded",
+    "retrying",
+]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class StalledError(StorageError):
+    """Storage does not answer.  What was asked of it may yet happen, at any time."""
 
 
 @dataclass
@@ -135,6 +149,30 @@ def retrying(
     raise StorageError(f"{what}: rank {rank} gave up after {tried}: {text[:500]}") from cleaned(
         failure, secrets
     )
+
+
+def bounded(call: Callable[[], T], *, stall: float, what: str) -> T:
+    """`call()` on a thread of its own, for the caller that has nothing else to do meanwhile.
+
+    A thread that hangs is left behind, as those of :class:`Pool` are, with the memory that it was
+    given.
+
+    Raises:
+        StalledError: it has not ended in `stall` seconds.
+    """
+    thread = Workers(1, "dcp_fsdp_osd_call")
+    future = thread.submit(call)
+    thread.end(0)
+    done, _ = wait([future], stall)
+    if not done:
+        raise StalledError(
+            f"{what}: no answer for {stall:.0f} s; see whether the mount or the server is alive, "
+            "and raise stall_seconds where it is only slow"
+        )
+    try:
+        return future.result()  # type: ignore[no-any-return]
+    finally:
+        del future, done  # an error refers to this frame
 
 
 class Deadline:
@@ -284,7 +322,7 @@ class Pool:
             if not done and self._stats.retries == retries:
                 self._abandoned = True
                 self._stop.set()
-                raise StorageError(
+                raise StalledError(
                     f"{self._what}: nothing was transferred for {stall:.0f} s; the storage "
                     "accepts requests and does not answer them"
                 )

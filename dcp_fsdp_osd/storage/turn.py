@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 from dcp_fsdp_osd.errors import StorageError
+from dcp_fsdp_osd.storage.session import LONG
 from dcp_fsdp_osd.storage.store import Store
 
 __all__ = ["Turn"]
@@ -36,7 +37,7 @@ class Turn:
     live one that stalled as long finds that out by :meth:`check`, before it repeats a request.
 
     Args:
-        call: ``call(operation, what)`` makes a call of the store, with retries.
+        call: ``call(operation, what, patience=1)`` makes a call of the store, with retries.
         where: begins error messages.
         rank: as for ``Committer``.
         stall: seconds.
@@ -44,7 +45,7 @@ class Turn:
 
     def __init__(
         self,
-        call: Callable[[Callable[[Store], Any], str], Any],
+        call: Callable[..., Any],
         where: str,
         *,
         rank: int | None,
@@ -77,7 +78,7 @@ class Turn:
         while True:
             if self.note is None and not others:
                 self._put(f"{self._prefix}{uuid.uuid4().hex}.committing")
-            found: dict[str, int] = self._call(lambda store: store.sizes(), "list")
+            found: dict[str, int] = self._call(lambda store: store.sizes(), "list", patience=LONG)
             others = self.look(found)
             if self.note in found and not others:
                 return found

@@ -153,7 +153,10 @@ class _Check:
         if not isinstance(found.storage_data, Places):
             return
         name, store = metadata_name(), self._checkpoint.session.store
-        data = self._checkpoint.call(lambda: store.read(name, MAX_METADATA_BYTES), f"read {name}")
+        size = self._checkpoint.call(lambda: store.size(name), f"size of {name}")
+        data = self._checkpoint.call(
+            lambda: store.read(name, MAX_METADATA_BYTES), f"read {name}", nbytes=size
+        )
         try:
             whole = load_metadata(data, name)
         except (CorruptCheckpointError, UnsafeCheckpointError) as error:
@@ -256,6 +259,7 @@ class _Check:
             self._checkpoint.call(
                 lambda: self._checkpoint.session.store.read_into(name, at, [memoryview(data)]),
                 f"read {name} bytes {at} to {at + size}",
+                nbytes=size,
             )
         return memoryview(data)
 

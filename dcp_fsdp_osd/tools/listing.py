@@ -15,7 +15,7 @@ from dcp_fsdp_osd.storage.latest import commits, natural
 from dcp_fsdp_osd.storage.location import is_named, join, resolve
 from dcp_fsdp_osd.storage.metadata import metadata_name
 from dcp_fsdp_osd.storage.redact import display_url
-from dcp_fsdp_osd.storage.session import Session, make_session
+from dcp_fsdp_osd.storage.session import LONG, Session, make_session
 from dcp_fsdp_osd.storage.store import Backend
 from dcp_fsdp_osd.storage.transfer import Stats
 
@@ -113,7 +113,7 @@ def _of_checkpoint(sizes: dict[str, int]) -> dict[str, int] | None:
 def call(session: Session, function: Callable[[], T], what: str) -> T:
     """`function()` of a store with retries; errors are StorageErrors and hold no secret."""
     try:
-        return session.call(function, what, Stats())
+        return session.call(function, what, Stats(), patience=LONG)
     except Exception as error:
         failure = session.portable(error)
         if isinstance(failure, StorageError):

@@ -31,7 +31,7 @@ from dcp_fsdp_osd.layout.geometry import Box, box_view, boxes_of_interval, narro
 from dcp_fsdp_osd.storage.checksum import Checksum, checksum_named
 from dcp_fsdp_osd.storage.metadata import EntryInfo, checksum_name, entry_info
 from dcp_fsdp_osd.storage.reader import StreamingReader
-from dcp_fsdp_osd.storage.session import Session, make_session
+from dcp_fsdp_osd.storage.session import LONG, Session, make_session
 from dcp_fsdp_osd.storage.store import Backend
 from dcp_fsdp_osd.storage.transfer import Stats
 from dcp_fsdp_osd.tree import Path
@@ -238,12 +238,12 @@ class Checkpoint:
 
     def sizes(self) -> dict[str, int]:
         """Names and bytes of the files that lie in the checkpoint's folder."""
-        return self.call(self.session.store.sizes, "list")
+        return self.call(self.session.store.sizes, "list", patience=LONG)
 
-    def call(self, call: Callable[[], T], what: str) -> T:
+    def call(self, call: Callable[[], T], what: str, *, nbytes: int = 0, patience: int = 1) -> T:
         """`call()` of the store with the retries of a load; errors hold no secret."""
         try:
-            return self.session.call(call, what, self.stats)
+            return self.session.call(call, what, self.stats, nbytes=nbytes, patience=patience)
         except Exception as error:
             failure = self.session.portable(error)
             if failure is error:
@@ -345,7 +345,11 @@ class Checkpoint:
         data = bytearray(max(infos[k].offset + infos[k].length for k in keys) - begin)
         store = self.session.store
         try:
-            self.call(lambda: store.read_into(name, begin, [memoryview(data)]), f"read {name}")
+            self.call(
+                lambda: store.read_into(name, begin, [memoryview(data)]),
+                f"read {name}",
+                nbytes=len(data),
+            )
         except (EOFError, FileNotFoundError) as error:
             raise CorruptCheckpointError(
                 f"{self.url}: {name}: {keys[0]}: the file is missing or too short ({error})"

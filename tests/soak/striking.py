@@ -62,8 +62,6 @@ class _Blow:
             return
         if what == "short" and operation != "complete":
             return
-        if what == "stall" and threading.current_thread() is threading.main_thread():
-            return  # what limits those is the client, or the mount
         with self.lock:
             number, self.calls = self.calls, self.calls + 1
             falls = number >= self.strike.call if what == "full" else number == self.strike.call

@@ -107,10 +107,12 @@ class ScriptedStore:
         self._store.abort_upload(name, upload)
 
     def commits(self) -> list[Commit]:
-        return self._store.commits()
+        with self._script.step("commits", ""):
+            return self._store.commits()
 
     def folders(self) -> list[str]:
-        return self._store.folders()
+        with self._script.step("folders", ""):
+            return self._store.folders()
 
     def is_transient(self, error: BaseException) -> bool:
         return self._store.is_transient(error)
