@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import signal
@@ -18,8 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.ranks import GRACE, RankError, close_pool, run_ranks
+from tests.ranks import GRACE, RankError, close_pool, mesh, run_ranks
 
 
 def _sum(rank: int, world_size: int, factor: int) -> tuple[int, torch.Tensor]:
@@ -238,3 +241,22 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 def test_functions_that_cannot_be_pickled_fail_in_the_caller() -> None:
     with pytest.raises((pickle.PicklingError, AttributeError)):
         run_ranks(lambda rank, world_size: None, 2)
+
+
+def _redistribute(rank: int, world_size: int, size: int) -> int:
+    placements: list[Any] = [Shard(0)]
+    whole: torch.Tensor = distribute_tensor(
+        torch.zeros(size), mesh(world_size), placements
+    ).full_tensor()  # type: ignore[no-untyped-call]
+    return whole.numel()
+
+
+def _meshes(rank: int, world_size: int) -> int:
+    return sum(isinstance(each, DeviceMesh) for each in gc.get_objects())
+
+
+def test_no_mesh_of_an_earlier_call_is_kept() -> None:
+    """What DTensor caches of it would keep its process groups, their threads and sockets."""
+    for size in (2, 3):  # the first one imports, and what was there then is not seen later
+        assert run_ranks(_redistribute, 2, size) == [size, size]
+    assert run_ranks(_meshes, 2) == [0, 0]

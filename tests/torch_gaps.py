@@ -222,9 +222,17 @@ def stock_fsspec(cls: Any, url: str, **options: Any) -> Any:
 
 
 def forget_placements() -> None:
-    """Clear what DTensor caches: placements hold meshes, and with them groups that are gone."""
-    from torch.distributed.tensor import DTensor, debug
+    """Clear what DTensor caches: placements and ways between them hold meshes, and with them groups
+    that are gone, with their threads and sockets.
+    """
+    from torch.distributed.tensor import DTensor, _redistribute, debug
 
+    planners = getattr(_redistribute, "clear_redistribute_planner_cache", None)
+    if planners is not None:
+        planners()
+    infos = getattr(_redistribute, "_gen_transform_infos", None)
+    if hasattr(infos, "cache_clear"):
+        infos.cache_clear()
     if hasattr(debug, "_clear_sharding_prop_cache"):
         debug._clear_sharding_prop_cache()
         return
