@@ -162,9 +162,7 @@ def bounded(call: Callable[[], T], *, stall: float, what: str) -> T:
     """
     thread = Workers(1, "dcp_fsdp_osd_call")
     future = thread.submit(call)
-    thread.end(0)
-    done, _ = wait([future], stall)
-    if not done:
+    if not thread.end(stall) and not future.done():
         raise StalledError(
             f"{what}: no answer for {stall:.0f} s; see whether the mount or the server is alive, "
             "and raise stall_seconds where it is only slow"
@@ -172,7 +170,7 @@ def bounded(call: Callable[[], T], *, stall: float, what: str) -> T:
     try:
         return future.result()  # type: ignore[no-any-return]
     finally:
-        del future, done  # an error refers to this frame
+        del future  # an error refers to this frame
 
 
 class Deadline:
