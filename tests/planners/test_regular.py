@@ -272,7 +272,7 @@ def _with_interval(layout: FlatLayout, number: int, start: int, stop: int) -> Fl
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_intervals_that_do_not_fit(data: Any) -> None:
-    """Moved, longer, shorter, or another rank's, on one rank or two: refused where stock does."""
+    """Moved, longer, shorter, or another rank's, on one rank or two: refused, or of no effect."""
     shape = data.draw(st.sampled_from([(12,), (4, 3), (2, 2, 3)]))
     world = data.draw(st.integers(2, 4))
     unit = Unit((("w", shape), ("b", (8,))))
@@ -282,13 +282,11 @@ def test_intervals_that_do_not_fit(data: Any) -> None:
         start = data.draw(st.integers(0, 11))
         stop = data.draw(st.integers(start + 1, 12))
         layouts[rank] = _with_interval(layouts[rank], 0, start, stop)
-    ranks = Ranks(layouts)
-    stock = _stock_refuses(ranks.local())
     try:
         saved = Ranks(layouts).save()
     except (LayoutError, ValueError):
         return
-    assert not stock
+    # What others hold as well is dropped, where stock refuses; nothing is missing or there twice.
     for key, stored in saved.metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
             held = torch.zeros(stored.size)
