@@ -31,9 +31,11 @@ __all__ = [
     "Lazy",
     "compact",
     "dump_strings",
+    "joined",
     "load_strings",
     "no_collections",
     "packed",
+    "parted",
     "squeezed",
     "unpacked",
     "unsqueezed",
@@ -120,6 +122,19 @@ def dump_strings(value: Any) -> tuple[bytes, str]:
 def load_strings(data: bytes, strings: str) -> Any:
     """What :func:`dump_strings` was given; see :func:`unpacked`."""
     return _Stringless(io.BytesIO(data), json.loads(strings)).load()
+
+
+def joined(data: bytes, strings: str) -> bytes:
+    """Both that :func:`dump_strings` gives, squeezed; :func:`parted` gives them back."""
+    text = strings.encode()
+    return squeezed(len(text).to_bytes(8, "little") + text + data)
+
+
+def parted(data: bytes) -> tuple[bytes, bytes]:
+    """The pickle and the strings, as bytes, of what :func:`joined` made."""
+    text = unsqueezed(data)
+    end = 8 + int.from_bytes(text[:8], "little")
+    return text[end:], text[8:end]
 
 
 class Lazy(Sequence[Any]):

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from dcp_fsdp_osd.compact import (
     Lazy,
     dump_strings,
+    joined,
     load_strings,
     no_collections,
     packed,
-    squeezed,
+    parted,
     unpacked,
-    unsqueezed,
 )
 from dcp_fsdp_osd.errors import CheckpointMismatchError
 from dcp_fsdp_osd.load.agree import RankReport
@@ -76,16 +76,13 @@ def _received(columns: bytes, count: int, storage_data: Any, data: _Sent) -> Sen
 
 
 def _dumped(value: Any) -> bytes:
-    data, strings = dump_strings(value)
-    text = strings.encode()
-    return squeezed(len(text).to_bytes(8, "little") + text + data)
+    return joined(*dump_strings(value))
 
 
 def _loaded(data: bytes) -> Any:
-    text = unsqueezed(data)
-    end = 8 + int.from_bytes(text[:8], "little")
+    found, strings = parted(data)
     with no_collections():
-        return load_strings(text[end:], text[8:end].decode())
+        return load_strings(found, strings.decode())
 
 
 def _columns(items: Sequence[ReadItem]) -> tuple[Any, ...]:

@@ -41,12 +41,12 @@ from torch.distributed.checkpoint.planner import (
 from dcp_fsdp_osd.compact import (
     Lazy,
     dump_strings,
+    joined,
     load_strings,
     no_collections,
     packed,
-    squeezed,
+    parted,
     unpacked,
-    unsqueezed,
 )
 from dcp_fsdp_osd.errors import LayoutError
 from dcp_fsdp_osd.layout.geometry import boxes_of_interval
@@ -300,10 +300,8 @@ class Outline:
         return hashlib.blake2b(b"".join(hashlib.blake2b(t).digest() for t in texts)).digest()
 
     def sent(self) -> Sent:
-        strings = self.strings.encode()
-        own = _with_help(self.own, strings)
-        size = len(strings).to_bytes(8, "little")
-        return Sent(squeezed(size + strings + self.common), own, zlib.compress(self.digests, 6))
+        own = _with_help(self.own, self.strings.encode())
+        return Sent(joined(self.common, self.strings), own, zlib.compress(self.digests, 6))
 
 
 @dataclass(frozen=True)
@@ -320,11 +318,10 @@ class Sent:
     digests: bytes
 
     def read_common(self) -> Common:
-        text = unsqueezed(self.common)
-        end = 8 + int.from_bytes(text[:8], "little")
+        found, strings = parted(self.common)
         with no_collections():
-            entries, data = load_strings(text[end:], text[8:end].decode())
-        return Common(entries, data, text[8:end])
+            entries, data = load_strings(found, strings.decode())
+        return Common(entries, data, strings)
 
     def read_own(self, common: Common) -> Own:
         helped = zlib.decompressobj(zdict=common.strings[-_WINDOW:])

@@ -282,11 +282,13 @@ def test_intervals_that_do_not_fit(data: Any) -> None:
         start = data.draw(st.integers(0, 11))
         stop = data.draw(st.integers(start + 1, 12))
         layouts[rank] = _with_interval(layouts[rank], 0, start, stop)
+    stock = _stock_refuses(Ranks(layouts).local())
     try:
         saved = Ranks(layouts).save()
     except (LayoutError, ValueError):
         return
-    # What others hold as well is dropped, where stock refuses; nothing is missing or there twice.
+    # Item by item, what others hold as well is dropped, where stock refuses; never by columns.
+    assert not (stock and saved.regular)
     for key, stored in saved.metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
             held = torch.zeros(stored.size)
