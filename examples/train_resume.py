@@ -59,7 +59,13 @@ __all__ = ["TOLERANCE", "Run", "judge", "main"]
 TOLERANCE = 1e-4
 """Largest relative difference of a loss where sums are taken in another order."""
 _MIB = 1 << 20
-_IMPORTED_ONCE = ["dcp_fsdp_osd", "examples.tiny_lm", "torch._dynamo", "torch.distributed.fsdp"]
+_IMPORTED_ONCE = [
+    "dcp_fsdp_osd",
+    "examples.tiny_lm",
+    "s3fs",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+]
 """By the process that ranks are forked from."""
 _QUICK = Config(width=32, heads=2, layers=2, context=32, rows=4, steps=8, save_at=4)
 

@@ -20,6 +20,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import shutil
 import signal
 import socket
@@ -71,12 +72,28 @@ def moto_server() -> Iterator[S3Endpoint]:
 
 
 def free_ports(count: int) -> list[int]:
-    """``count`` ports that were free just now (another process may take them yet)."""
+    """``count`` ports that were free just now, and that nobody gets unless asking for them.
+
+    They are below those that the system gives to connections, or a server that is killed and
+    started again could find its port taken by one.
+    """
+    draw = random.SystemRandom()  # two test processes of one seed get different ones
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        ports: list[int] = []
+        while len(ports) < count:
+            port = draw.randrange(10_000, _first_given_port())
+            each = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                each.bind(("127.0.0.1", port))
+                ports.append(port)
+        return ports
+
+
+def _first_given_port() -> int:
+    with contextlib.suppress(OSError, ValueError):
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        return max(first, 20_000)
+    return 32_768
 
 
 @dataclass(frozen=True)
