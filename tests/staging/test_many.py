@@ -36,6 +36,12 @@ def _used() -> tuple[int, ...]:
     """Resident bytes, handles, threads, maps of shared memory and child processes of this process,
     and files of torch in shared memory."""
     gc.collect()
+    # A save's future is resolved on a thread of torch's, which ends a moment later.
+    end = time.monotonic() + 10
+    while time.monotonic() < end and any(
+        each.name.startswith("ThreadPoolExecutor") for each in threading.enumerate()
+    ):
+        time.sleep(0.01)
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     handles = len(list(Path("/proc/self/fd").iterdir()))
     shared = sum("/dev/shm" in line for line in Path("/proc/self/maps").read_text().splitlines())
