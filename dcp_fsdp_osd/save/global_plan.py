@@ -59,7 +59,6 @@ def plan_globally(
                 world.lazy_items(number, kept),
                 plan.storage_data,
                 Numbered(new.name, number, share, kept),
-                plan.usable,
             )
             for number, (plan, kept, share) in enumerate(
                 zip(all_plans, regular.kept, regular.shares, strict=True)

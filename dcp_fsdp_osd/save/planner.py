@@ -288,13 +288,13 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         plan = super().create_local_plan()
         items = [*plan.items, *self._items]
         data = LocalData(dict(self.mappings), self._reports, self._others, self._of_models, items)
-        self.plan = SentPlan(items, plan.storage_data, data, plan.usable)
+        self.plan = SentPlan(items, plan.storage_data, data)
         self._proposed, self._outline = items, Outline.of(self.plan)
         data.outline = self._outline
         again = None if self._kept is None else self._kept.again(self._outline)
         sent: SavePlan = self.plan
         if again is not None:
-            sent = SavePlan([], plan.storage_data, again, plan.usable)
+            sent = SavePlan([], plan.storage_data, again)
         return watched(self._in_use.hold(sent), "save")
 
     # ------------------------------------------------------------ global plan
@@ -336,7 +336,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                 items = answer.entries.of(own)
             else:
                 items = list(new_plan.items)
-            new_plan = SavePlan(items, new_plan.storage_data, None, new_plan.usable)
+            new_plan = SavePlan(items, new_plan.storage_data, None)
             self._kept = Kept(answer.plans, answer.number, self._outline.key, items, answer.share)
         check_safetensors(new_plan)
         self._planned = True

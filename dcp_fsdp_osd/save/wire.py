@@ -384,16 +384,14 @@ class SentPlan(SavePlan):
         if isinstance(sent, LocalData):
             sent = Outline.of(self).sent()
         elif not isinstance(sent, Sent):  # somebody else's now
-            return SavePlan, (list(self.items), self.storage_data, sent, self.usable)
-        return _received, (sent.common, sent.own, sent.digests, self.storage_data, self.usable)
+            return SavePlan, (list(self.items), self.storage_data, sent)
+        return _received, (sent.common, sent.own, sent.digests, self.storage_data)
 
 
-def _received(
-    common: bytes, own: bytes, digests: bytes, storage_data: Any, usable: bool
-) -> SentPlan:
+def _received(common: bytes, own: bytes, digests: bytes, storage_data: Any) -> SentPlan:
     sent = Sent(common, own, digests)
     items: Any = Lazy(lambda: sent.plan().items)
-    return SentPlan(items, storage_data, sent, usable)
+    return SentPlan(items, storage_data, sent)
 
 
 @dataclass(frozen=True)
@@ -430,13 +428,13 @@ class AnswerPlan(SavePlan):
 
     def __reduce__(self) -> tuple[Any, ...]:
         items = None if isinstance(self.items, Lazy) else list(self.items)
-        return _answered, (packed((items, self.storage_data, self.planner_data, self.usable)),)
+        return _answered, (packed((items, self.storage_data, self.planner_data)),)
 
 
 def _answered(data: bytes) -> SavePlan:
-    items, storage_data, planner_data, usable = unpacked(data)
+    items, storage_data, planner_data = unpacked(data)
     found: Any = Lazy(_not_yet) if items is None else items
-    return AnswerPlan(found, storage_data, planner_data, usable)
+    return AnswerPlan(found, storage_data, planner_data)
 
 
 def _not_yet() -> list[WriteItem]:
