@@ -8,12 +8,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.soak.driver import soak
 from tests.soak.rounds import KINDS
-from tests.torch_gaps import complete_torch
 
 
 def main() -> None:
+    # Each rank imports this module; it has no use for the servers.
+    from tests.soak.driver import soak
+    from tests.torch_gaps import complete_torch
+
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--world", type=int, default=8, help="ranks at most")

@@ -25,7 +25,8 @@ from tests.servers import EmbeddedS3, Fault, FaultProxy, fault_proxy, s3_server
 from tests.soak import jobs
 from tests.soak.growth import Used, grown, used
 from tests.soak.jobs import Digest
-from tests.soak.rounds import KINDS, Round, draw_round
+from tests.soak.rounds import KINDS, Round, Strike, draw_round
+from tests.soak.striking import aimed, fallen
 
 __all__ = ["Account", "Soak", "soak"]
 
@@ -44,8 +45,9 @@ class Account:
 
     Attributes:
         rounds: by kind.
-        struck: faults that fell, by kind; others came too late, or where nothing was called.
-        raised: calls on all ranks that ended with an error, as they may under a fault.
+        struck: rounds in which a fault fell, by kind; others came too late.
+        faults: that fell, by kind.
+        raised: rounds in which a call on all ranks ended with an error, as it may under a fault.
         committed, compared: checkpoints that were committed; loads that were compared bit by bit.
         losses, errors, hangs: of which seed and kind, and what was seen: states that are not what
             was saved; calls that raised with no fault; calls that did not end.
@@ -54,7 +56,8 @@ class Account:
 
     rounds: Counter[str] = field(default_factory=Counter)
     struck: Counter[str] = field(default_factory=Counter)
-    raised: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    raised: Counter[str] = field(default_factory=Counter)
     committed: int = 0
     compared: int = 0
     losses: list[str] = field(default_factory=list)
@@ -81,9 +84,15 @@ class Account:
             f"checkpoints committed, {self.compared} loads compared bit by bit; "
             f"{len(self.losses)} losses, {len(self.errors)} other errors, {len(self.hangs)} hangs"
         )
-        yield f"faults that fell: {sum(self.struck.values())} ({self.raised} calls raised)"
+        yield (
+            f"faults that fell: {sum(self.faults.values())} in {sum(self.struck.values())} rounds, "
+            f"{sum(self.raised.values())} of which raised"
+        )
         for kind, count in sorted(self.rounds.items()):
-            yield f"  {kind}: {count} rounds, {self.struck[kind]} struck"
+            yield (
+                f"  {kind}: {count} rounds, {self.struck[kind]} struck, "
+                f"{self.faults[kind]} faults, {self.raised[kind]} raised"
+            )
         for rank, samples in sorted(self.samples.items()):
             few = [samples[n * (len(samples) - 1) // 4] for n in range(5)]
             yield f"rank {rank} (pid {samples[-1].pid}), from begin to end: " + "; ".join(
@@ -128,6 +137,9 @@ class Soak:
         self._lasting, self._dying = lasting, dying
         self._log = log
         self._kept: dict[str, _Kept] = {}
+        # Of the round under way.
+        self._faults = 0
+        self._raised = False
 
     @contextlib.contextmanager
     def apart(self, folder: Path) -> Iterator[Soak]:
@@ -150,6 +162,7 @@ class Soak:
         found = draw_round(seed, self.world, kind)
         account = self.account
         account.rounds[found.kind] += 1
+        self._faults, self._raised = 0, False
         problem, noted = "", account.losses
         try:
             self._round(found)
@@ -168,12 +181,17 @@ class Soak:
         if sum(account.rounds.values()) % _SAMPLE_EVERY == 0:
             self.sample()
         account.seconds += time.monotonic() - begin
+        account.faults[found.kind] += self._faults
+        account.struck[found.kind] += self._faults > 0
+        account.raised[found.kind] += self._raised
         self._say(
             seed=seed,
             kind=found.kind,
             place=found.place,
             worlds=[found.job.source.world, found.job.target.world],
             seconds=round(time.monotonic() - begin, 2),
+            faults=self._faults,
+            raised=self._raised,
             committed=account.committed,
             compared=account.compared,
             problem=problem,
@@ -237,39 +255,39 @@ class Soak:
 
     def _struck_save(self, found: Round, options: dict[str, Any]) -> None:
         """A save under a fault works on all ranks or on none, and then works without."""
-        args = (found, options)
-        results = self._may_raise(found, jobs.save, *args, 0, found.strike)
+        again = {**options, "url": f"{options['url']}-again"}
+        expected = self._save(found, again, counting=True)
+        self._same(found, expected, again)
+        found = self._aimed(found)
+        results = self._may_raise(found, jobs.save, found, options, 0, found.strike)
         committed = self._committed(options)
         if results is not None and not committed:
             raise Loss("all ranks have saved, and there is no checkpoint")
-        if results is None:
-            self.account.struck[found.kind] += 1
+        if committed:
             # What is committed although ranks raised must be all of it.
-            again = {**options, "url": f"{options['url']}-again"}
-            expected = self._save(found, again)
-            self._same(found, expected, again)
-            if committed:
-                self._same(found, expected, options)
-            results = self._save(found, options, overwrite=True)
-        elif found.strike.what == "transient":
-            self.account.struck[found.kind] += 1
-        self._same(found, results, options)
+            self._same(found, expected, options)
+        if results is None:
+            self._same(found, self._save(found, options, overwrite=True), options)
 
     def _wired(self, found: Round, options: dict[str, Any]) -> None:
         """A save and a load under faults of the network: retried, or raised by all ranks."""
+        again = {**options, "url": f"{options['url']}-again"}
+        self._proxy.clear()
+        expected = self._save(found, again)
+        self._same(found, expected, again)
+        counts = Counter(each.method for each in self._proxy.seen())
+        counts[""] = sum(counts.values())
         for wire in found.wire:
             fault = getattr(Fault, wire.fault)(*wire.arguments)
-            self._proxy.inject(fault, method=wire.method, skip=wire.skip, times=wire.times)
+            method = wire.method if counts[wire.method] else "PUT"
+            skip = int(wire.at * counts[method])
+            self._proxy.inject(fault, method=method, skip=skip, times=wire.times)
         saved = self._may_raise(found, jobs.save, found, options)
         committed = self._committed(options)
         if saved is not None and not committed:
             raise Loss("all ranks have saved, and there is no checkpoint")
         loaded = self._may_raise(found, jobs.load, found, options) if committed else None
-        fell = [each.fault for each in self._proxy.seen() if each.fault is not None]
-        self.account.struck[found.kind] += len(fell)
         self._proxy.clear()
-        again = {**options, "url": f"{options['url']}-again"}
-        expected = self._save(found, again)
         self._compare(found, expected[0][0], loaded or [])
         if committed:
             self._same(found, expected, options)
@@ -277,16 +295,17 @@ class Soak:
 
     def _struck_load(self, found: Round, options: dict[str, Any]) -> None:
         saved = self._save(found, options)
+        self._compare(found, saved[0][0], self._load(found, options, counting=True))
+        found = self._aimed(found)
         pool = self._dying if found.kind.startswith("kill") else self._lasting
         loaded = self._may_raise(found, jobs.load, found, options, found.strike, pool=pool)
-        if loaded is None or found.strike.what == "transient":
-            self.account.struck[found.kind] += 1
         self._compare(found, saved[0][0], loaded or [])
         self._same(found, saved, options)
 
     def _killed_save(self, found: Round, options: dict[str, Any]) -> None:
         """Version 0 lies there, or nothing; version 1 is being saved when a rank is killed."""
-        saved = self._save(found, options)
+        saved = self._save(found, options, counting=True)
+        found = self._aimed(found)
         first, second = saved[0]
         overwrite = found.kind == "kill an overwrite"
         url = options["url"] if overwrite else f"{options['url']}-1"
@@ -294,7 +313,6 @@ class Soak:
         results = self._may_raise(
             found, jobs.save, found, target, 1, found.strike, overwrite, pool=self._dying
         )
-        self.account.struck[found.kind] += results is None
         committed = self._committed(target)
         if not committed and (overwrite or results is not None):
             raise Loss("no checkpoint, where there was one, or all ranks have saved it")
@@ -324,13 +342,14 @@ class Soak:
 
         saving = threading.Thread(target=replace_it)
         saving.start()
+        self._faults = 1
+        slow = self._noted(replace(found.strike, call=0))
         try:
-            loaded = self._may_raise(found, jobs.load, found, options, found.strike)
+            loaded = self._may_raise(found, jobs.load, found, options, slow)
         finally:
             saving.join()
         if failures:
             raise failures[0]
-        self.account.struck[found.kind] += 1
         if loaded:
             self._compare(found, [first, second], loaded)
         self._same(found, [[second]], options)
@@ -352,20 +371,24 @@ class Soak:
         else:
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
             path.write_bytes(data)
+        self._faults = 1
         loaded = self._may_raise(found, jobs.load, found, {**options, "url": str(copy)})
-        self.account.struck[found.kind] += 1
         if loaded:
             self._compare(found, saved[0][0], loaded)
 
     def _retention(self, found: Round, options: dict[str, Any]) -> None:
         """A managed run, resumed by another layout; under a fault it resumes from a whole step."""
         last, world = 7, found.job.source.world
-        clean = self._lasting.run(jobs.manage, world, found, options, last, timeout=TIMEOUT)[0]
+        calm, count = _calm(found), self._noted(found.strike)
+        clean = self._lasting.run(jobs.manage, world, calm, options, last, count, timeout=TIMEOUT)[
+            0
+        ]
         if clean["steps"] != [4, 6] or clean["failed"]:
             raise Loss(f"expected steps 4 and 6 to be kept, found {clean}")
         digests = clean["digests"]
         if found.strike.what:
             options = {**options, "url": f"{options['url']}-struck"}
+            found = self._aimed(found)
             kills = found.kind.endswith("kill")
             results = self._may_raise(
                 found,
@@ -376,17 +399,14 @@ class Soak:
                 found.strike,
                 pool=self._dying if kills else self._lasting,
             )
-            raised = results is None or any(each["failed"] for each in results)
-            self.account.struck[found.kind] += raised
+            self._raised = results is None or any(each["failed"] for each in results)
             there = self._steps(options)
             for step in there:
                 self._keep(
                     {**options, "url": join(options["url"], f"step-{step}")}, digests[step], found
                 )
             # The same layout goes on as if nothing had been.
-            resumed = self._lasting.run(jobs.manage, world, found, options, last, timeout=TIMEOUT)[
-                0
-            ]
+            resumed = self._lasting.run(jobs.manage, world, calm, options, last, timeout=TIMEOUT)[0]
             if resumed["restored"] != max(there, default=None):
                 raise Loss(f"of steps {there}, {resumed['restored']} was restored")
             for step, digest in resumed["digests"].items():
@@ -399,7 +419,7 @@ class Soak:
         other = self._lasting.run(
             jobs.manage,
             found.job.target.world,
-            found,
+            calm,
             options,
             0,
             jobs.NOTHING,
@@ -421,10 +441,10 @@ class Soak:
         world = found.job.source.world
         saved = self._save(found, elsewhere)
         said = self._dying.run(
-            jobs.save_by_process, world, found, options, found.strike.after, timeout=TIMEOUT
+            jobs.save_by_process, world, found, options, found.strike.at, timeout=TIMEOUT
         )
         self._dying.close()  # torch keeps the dead process for good
-        self.account.struck[found.kind] += any(said)
+        self._faults, self._raised = 1, any(said)
         loaded = self._load(found, options)
         self._compare(found, saved[0][:2] if any(said) else [saved[0][1]], loaded)
 
@@ -437,7 +457,11 @@ class Soak:
         *args: Any,
         pool: RankPool | None = None,
     ) -> list[Any] | None:
-        """Results of all ranks; None where all raised, or one was killed and others raised."""
+        """Results of all ranks; None where all raised, or one was killed and others raised.
+
+        Where no fault fell, an error is one that should not be.
+        """
+        died: list[int] = []
         try:
             return (pool or self._lasting).run(fn, self._world(found, fn), *args, timeout=TIMEOUT)
         except RankError as error:
@@ -448,21 +472,49 @@ class Soak:
             died = [rank for rank, kind in error.types.items() if kind == "Died"]
             if died and (found.strike.what != "kill" or died != [found.strike.victim]):
                 raise
-            self.account.raised += 1
+            if not died and not self._fallen(found):
+                raise
+            self._raised = True
             return None
+        finally:
+            self._faults = max(self._faults, self._fallen(found), len(died))
+
+    def _fallen(self, found: Round) -> int:
+        fell = [each.fault for each in self._proxy.seen() if each.fault is not None]
+        return max(self._faults, fallen(found.strike), len(fell))
+
+    def _noted(self, strike: Strike) -> Strike:
+        """With a place for what ranks have to say of it, where nothing is said yet."""
+        note = self._folder / "notes" / str(sum(self.account.rounds.values()))
+        note.parent.mkdir(exist_ok=True)
+        return replace(strike, note=str(note))
+
+    def _aimed(self, found: Round) -> Round:
+        if not found.strike.what:
+            return found
+        return replace(found, strike=aimed(self._noted(found.strike), found.world))
 
     def _save(
-        self, found: Round, options: dict[str, Any], *, overwrite: bool = False
+        self,
+        found: Round,
+        options: dict[str, Any],
+        *,
+        overwrite: bool = False,
+        counting: bool = False,
     ) -> list[list[Digest]]:
         """Version 0, with no fault."""
         found = _calm(found)
         world = found.job.source.world
-        args = (found, options, 0, jobs.NOTHING, overwrite)
+        strike = self._noted(found.strike) if counting else jobs.NOTHING
+        args = (found, options, 0, strike, overwrite)
         return self._lasting.run(jobs.save, world, *args, timeout=TIMEOUT)
 
-    def _load(self, found: Round, options: dict[str, Any]) -> list[Digest]:
+    def _load(
+        self, found: Round, options: dict[str, Any], *, counting: bool = False
+    ) -> list[Digest]:
         found = _calm(found)
-        return self._lasting.run(jobs.load, found.job.target.world, found, options, timeout=TIMEOUT)
+        args = (found, options, self._noted(found.strike) if counting else jobs.NOTHING)
+        return self._lasting.run(jobs.load, found.job.target.world, *args, timeout=TIMEOUT)
 
     def _world(self, found: Round, fn: Callable[..., Any]) -> int:
         side = found.job.target if fn is jobs.load else found.job.source

@@ -47,7 +47,7 @@ __all__ = ["RETRY", "Digest", "load", "manage", "save", "save_by_process", "stat
 
 Digest = dict[str, str]
 RETRY = RetryPolicy(tries=5, seconds=6.0, first=0.02, longest=0.3)
-NOTHING = Strike("", -1, 0)
+NOTHING = Strike("", -1, call=0)
 _FIRST = 2
 """Steps that are trained before the first save."""
 ERRORS = (Exception, CheckpointException)
@@ -117,7 +117,7 @@ def save(
             planner = FlatOptimSavePlanner(*(() if round_.statefuls else (model, optim)))
             state = _state(round_, model, optim)
         dcp.save(state, storage_writer=writer, planner=planner)
-    if strike.what != "kill":
+    if strike.what != "kill" or strike.counts:
         after = _digest(model, optim, weights=round_.statefuls)
         if after != digests[0]:
             raise AssertionError("a save changed what it saved")
@@ -225,7 +225,7 @@ def manage(
                     manager.save(step, state)
         with _noted(failed, last):
             manager.wait()
-        there = manager.steps() if not strike.what else []
+        there = manager.steps() if strike.counts or not strike.what else []
     return {"restored": restored, "digests": digests, "steps": there, "failed": failed}
 
 
@@ -243,9 +243,10 @@ def _noted(failed: list[int], step: int) -> Iterator[None]:
 
 @releasing
 def save_by_process(
-    rank: int, world: int, round_: Round, options: dict[str, Any], after: float
+    rank: int, world: int, round_: Round, options: dict[str, Any], at: float
 ) -> str:
-    """Save version 0 and then version 1 by a process, which is killed; what that raised."""
+    """Save version 0 twice and then version 1 by a process, which is killed when the share `at` of
+    the time of a save is over; what that raised."""
     job = round_.job
     model, optim = build(job, job.source, seed=1)
     train(model, optim, _FIRST)
@@ -262,10 +263,13 @@ def save_by_process(
             process_group=group,
         )
 
+    saving().result()  # with the start of the process
+    begin = time.monotonic()
     saving().result()
+    seconds = time.monotonic() - begin
     train(model, optim, 1)
     under_way = saving()
-    time.sleep(after)
+    time.sleep(at * seconds)
     if rank == round_.strike.victim % world:
         for pid in _children():
             os.kill(pid, signal.SIGKILL)

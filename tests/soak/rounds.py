@@ -13,6 +13,10 @@ __all__ = ["KINDS", "PROXIED", "Round", "Strike", "Wire", "draw_round"]
 _LOCAL = ("local", "fsspec local")
 _S3 = ("s3 obstore", "s3 fsspec")
 _ANY = (*_LOCAL, *_S3, "local")
+_STALL = 3.0
+"""Seconds after which what stalls is given up (in a commit, ten times as many); a busy machine is
+silent for two now and then."""
+_COSTLY = "killed process of async_save"
 
 KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "no fault": (6, _ANY),
@@ -32,7 +36,7 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "retention": (2, _ANY),
     "retention, store error": (1, _ANY),
     "retention, kill": (2, _ANY),
-    "killed process of async_save": (0, ("local",)),
+    _COSTLY: (0, ("local",)),
     "wire status": (2, _S3),
     "wire reset": (1, _S3),
     "wire reset of an upload": (1, _S3),
@@ -43,8 +47,10 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 """Kinds of rounds by what goes wrong: how often, in shares, and on which stores.
 
-A process of async_save costs as much as ten other rounds, and is drawn on its own.
+A process of async_save costs as much as ten other rounds: one in four decks, for a round without
+a fault.
 """
+_DECK = tuple(name for name, (share, _) in KINDS.items() for _ in range(share))
 PROXIED = tuple(kind for kind in KINDS if kind.startswith("wire"))
 
 
@@ -56,25 +62,39 @@ class Strike:
         what: ``"kill"``, ``"error"`` (EIO), ``"full"`` (ENOSPC, from then on), ``"transient"``,
             ``"stall"`` (a call that does not return), ``"short"`` (a file loses its last byte when
             it is complete), ``"slow"`` (each call).
-        victim: the rank.
-        call: the store's call before which it happens, counted from 0.
-        after: seconds after which it happens instead, wherever the rank is; 0: by `call`.
+        victim: the rank; where that one makes no call, the next one that does.
+        at: the share of an undisturbed run that is over by then.
+        clock: by the time that an undisturbed run takes, wherever the rank is; else by its calls.
+        call: the store's call before which it happens, counted from 0; less: calls are counted,
+            on all ranks, and nothing happens.
+        after: seconds after which it happens instead; 0: by `call`.
+        note: a path; what ranks have to say of it is written to files that begin so.
     """
 
     what: str
     victim: int
-    call: int
+    at: float = 0.0
+    clock: bool = False
+    call: int = -1
     after: float = 0.0
+    note: str = ""
+
+    @property
+    def counts(self) -> bool:
+        return self.call < 0 and not self.after
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A fault of the proxy before the S3 server: arguments of ``Fault`` and ``inject``."""
+    """A fault of the proxy before the S3 server: arguments of ``Fault`` and ``inject``.
+
+    It comes when the share `at` of an undisturbed run's requests is over.
+    """
 
     fault: str
     arguments: tuple[Any, ...]
     method: str
-    skip: int
+    at: float
     times: int
 
 
@@ -109,13 +129,12 @@ class Round:
 
 
 def draw_round(seed: int, world: int, kind: str | None = None) -> Round:
-    """The round of a seed, of up to `world` ranks; of a `kind`, if one is given."""
+    """The round of a seed, of up to `world` ranks; of a `kind`, if one is given.
+
+    Kinds are dealt from a shuffled deck, so that each of them comes within any two decks.
+    """
     rng = random.Random(f"soak {seed}")
-    names, shares = zip(*((name, share) for name, (share, _) in KINDS.items()), strict=True)
-    drawn = rng.choices(names, shares)[0]
-    if world >= 8 and rng.random() < 0.005:
-        drawn = "killed process of async_save"
-    kind = kind or drawn
+    kind = kind or _dealt(seed)
     worlds = tuple(n for n in (1, 2, 3, 4, 5, 6, 8) if n <= world)
     job = draw(seed, worlds)
     if kind != "no fault":
@@ -126,7 +145,7 @@ def draw_round(seed: int, world: int, kind: str | None = None) -> Round:
             target=replace(job.target, **ours),
             streaming=True,
         )
-    if kind == "killed process of async_save":
+    if kind == _COSTLY:
         job = replace(job, source=replace(job.source, world=2, strategy="FULL_SHARD", mesh=False))
     both_ours = job.source.by == job.target.by == "ours"
     place = "local" if not job.streaming else rng.choice(KINDS[kind][1])
@@ -138,10 +157,10 @@ def draw_round(seed: int, world: int, kind: str | None = None) -> Round:
         place=place,
         statefuls=both_ours and job.streaming and rng.random() < 0.5,
         broadcast=rng.choice(("auto", "auto", True, False)),
-        strike=Strike("", 0, 0),
+        strike=Strike("", 0),
         wire=tuple(_wire(rng, kind) for _ in range(rng.randint(1, 3) if kind in PROXIED else 0)),
         options={
-            "stall_seconds": 2.0 if stalls else 20.0,
+            "stall_seconds": _STALL if stalls else 20.0,
             "concurrency": rng.choice((None, 1, 3)),
             "max_inflight_bytes": rng.choice((4 << 20, 64 << 20)) if place in _LOCAL else 32 << 20,
         },
@@ -149,14 +168,22 @@ def draw_round(seed: int, world: int, kind: str | None = None) -> Round:
     return replace(found, strike=_strike(rng, found))
 
 
+def _dealt(seed: int) -> str:
+    number, card = divmod(seed, len(_DECK))
+    cards = list(_DECK)
+    random.Random(f"deck {number}").shuffle(cards)
+    if cards[card] == "no fault" and "no fault" not in cards[:card] and number % 4 == 0:
+        return _COSTLY
+    return cards[card]
+
+
 def _strike(rng: random.Random, found: Round) -> Strike:
     # The first rank has the most to do: it commits.
     victim = 0 if rng.random() < 0.4 else rng.randrange(found.world)
-    call = rng.randrange(8 if victim == 0 else 3)
+    at = rng.random()
     kind = found.kind
     if "kill" in kind:
-        after = rng.uniform(0.001, 1.5 if "retention" in kind else 0.3)
-        return Strike("kill", victim, call, after if rng.random() < 0.5 else 0.0)
+        return Strike("kill", victim, at, clock=rng.random() < 0.5)
     for word, what in (
         ("transient", "transient"),
         ("store error", "error"),
@@ -166,8 +193,8 @@ def _strike(rng: random.Random, found: Round) -> Strike:
         ("replaced", "slow"),
     ):
         if word in kind:
-            return Strike(what, victim, call)
-    return Strike("", 0, 0)
+            return Strike(what, victim, at)
+    return Strike("", 0)
 
 
 def _wire(rng: random.Random, kind: str) -> Wire:
@@ -181,4 +208,4 @@ def _wire(rng: random.Random, kind: str) -> Wire:
         "wire lost answer": ("lose_answer", (), ("PUT", "POST")),
     }[kind]
     method = rng.choice(methods)
-    return Wire(fault, arguments, method, skip=rng.randrange(12), times=rng.randint(1, 3))
+    return Wire(fault, arguments, method, at=rng.random(), times=rng.randint(1, 3))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from dcp_fsdp_osd.storage.location import local_path
@@ -17,7 +19,7 @@ from dcp_fsdp_osd.storage.opening import open_store
 from dcp_fsdp_osd.storage.store import StoreConfig
 from tests.soak.rounds import Strike
 
-__all__ = ["striking"]
+__all__ = ["aimed", "fallen", "striking"]
 
 _WRITES = ("create", "write", "complete", "put")
 _SPARED = ("limits", "is_transient", "close", "abort", "abort_upload", "uploads", "delete")
@@ -47,7 +49,6 @@ class _Blow:
     def __init__(self, strike: Strike) -> None:
         self.strike = strike
         self.calls = 0
-        self.fell = 0
         self.over = threading.Event()
         self.lock = threading.Lock()
         self.folder = ""
@@ -64,11 +65,12 @@ class _Blow:
             return
         with self.lock:
             number, self.calls = self.calls, self.calls + 1
-            falls = number >= self.strike.call if what == "full" else number == self.strike.call
-            falls = falls or what == "slow" or (what == "short" and number == 0)
-            self.fell += falls
-        if not falls:
-            return
+            falls = number == self.strike.call or (what == "full" and number >= self.strike.call)
+            if self.strike.counts or not (falls or what == "slow"):
+                return
+            # Before it happens: a process that is killed says nothing afterwards.
+            with Path(f"{self.strike.note}.fell").open("a") as file:
+                file.write(f"{operation}\n")
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "error":
@@ -97,9 +99,10 @@ class _Blow:
 @contextlib.contextmanager
 def striking(rank: int, strike: Strike, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Options of a reader or writer under which the strike falls on its rank, in this block."""
-    if rank != strike.victim or not strike.what:
+    if not strike.what or (rank != strike.victim and not strike.counts):
         yield options
         return
+    begin = time.monotonic()
     if strike.after:
         # Its default action ends the process as SIGKILL does, and nobody has to take a turn first.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -114,8 +117,28 @@ def striking(rank: int, strike: Strike, options: dict[str, Any]) -> Iterator[dic
     before = set(threading.enumerate())
     try:
         yield {**options, "backend": lambda config: blow.open(config, base)}
+        if strike.counts:
+            about = {"calls": blow.calls, "seconds": time.monotonic() - begin}
+            Path(f"{strike.note}.{rank}").write_text(json.dumps(about))
     finally:
         blow.over.set()
         end = time.monotonic() + 5
         while set(threading.enumerate()) - before and time.monotonic() < end:
             time.sleep(0.01)
+
+
+def aimed(strike: Strike, world: int) -> Strike:
+    """The strike, where it meets something: by what ranks counted of an undisturbed run."""
+    counted = [json.loads(Path(f"{strike.note}.{rank}").read_text()) for rank in range(world)]
+    order = [(strike.victim + n) % world for n in range(world)]
+    victim = next((rank for rank in order if counted[rank]["calls"]), strike.victim)
+    if strike.clock:
+        seconds = max(counted[victim]["seconds"] * strike.at, 0.001)
+        return replace(strike, victim=victim, after=seconds)
+    return replace(strike, victim=victim, call=int(strike.at * counted[victim]["calls"]))
+
+
+def fallen(strike: Strike) -> int:
+    """How often it fell; a strike by the clock tells nobody."""
+    path = Path(f"{strike.note}.fell")
+    return len(path.read_text().splitlines()) if strike.note and path.exists() else 0
