@@ -29,11 +29,13 @@ except ImportError:  # of a Python that was built without it
 
 __all__ = [
     "Lazy",
+    "Numbers",
     "compact",
     "dump_strings",
     "joined",
     "load_strings",
     "no_collections",
+    "numbers",
     "packed",
     "parted",
     "squeezed",
@@ -42,6 +44,21 @@ __all__ = [
 ]
 
 P = TypeVar("P", SavePlan, LoadPlan)
+
+Numbers = tuple[int, ...] | range
+
+
+def numbers(values: Sequence[int]) -> Numbers:
+    """``values``, as a range if three or more of them are one: what is equal comes out alike.
+
+    A range of thousands of ranks takes no more room than one of three.
+    """
+    if len(values) > 2 and values[1] > values[0]:
+        step = values[1] - values[0]
+        found = range(values[0], values[0] + len(values) * step, step)
+        if found[-1] == values[-1] and list(found) == list(values):
+            return found
+    return tuple(values)
 
 
 @contextlib.contextmanager

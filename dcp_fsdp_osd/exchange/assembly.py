@@ -13,9 +13,11 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
+from dcp_fsdp_osd.compact import numbers
 from dcp_fsdp_osd.exchange.messages import Message, RankSchedule, ReadForOthers, Source
 from dcp_fsdp_osd.exchange.regions import Classes, Part, Region
 from dcp_fsdp_osd.exchange.rounds import Chunk, Draft, RegionSlice
+from dcp_fsdp_osd.layout.geometry import boxes_of_interval
 
 __all__ = ["Assembly"]
 
@@ -46,6 +48,7 @@ class Assembly:
         self._classes, self._reads_parts = classes, reads_parts
         self._chunk_of = {chunk.key: chunk for chunk in chunks}
         self._ranks = [_Rank() for _ in classes.participants]
+        self._whole = [Part(item) for item in range(max(map(len, classes.wants), default=0))]
         self._tag = 0
 
     def add_round(self, drafts: Iterable[Draft]) -> None:
@@ -60,7 +63,6 @@ class Assembly:
         class_of, root = self._classes.class_of, draft.root
         wanted_by = [number for number, _ in draft.slices[0].region.owners]
         direct = class_of[root] in wanted_by and not draft.stream.whole
-        sources = self._sources(draft, direct)
         message = Message(
             draft.members,
             root,
@@ -70,34 +72,45 @@ class Assembly:
             draft.stream.objects,
         )
         self._tag += 1
+        parts = {number: tuple(self._parts(draft.slices, number)) for number in wanted_by}
+        needs: Sequence[int]
+        sources: Sequence[Source] = ()
+        if direct and self._reads_parts and not draft.stream.objects:
+            # What is sent lies where it was read to, as in most messages of a large job.
+            reads = self._ranks[root].reads
+            needs = range(len(reads), len(reads) + len(parts[class_of[root]]))
+            reads += parts[class_of[root]]
+        else:
+            sources = self._sources(draft, direct)
+            needs = tuple(dict.fromkeys(source.read for source in sources))
         seen_by = {
-            number: dataclasses.replace(message, parts=tuple(self._parts(draft.slices, number)))
-            for number in wanted_by
+            number: dataclasses.replace(message, parts=found) for number, found in parts.items()
         }
         for n in draft.members:
             mine = seen_by.get(class_of[n], message)
             if n == root:
-                needs = tuple(dict.fromkeys(source.read for source in sources))
                 kept = () if direct else tuple(sources)
-                mine = dataclasses.replace(mine, needs=needs, sources=kept)
+                mine = dataclasses.replace(mine, needs=tuple(needs), sources=kept)
             self._ranks[n].messages.append(mine)
 
     def _parts(self, slices: Iterable[RegionSlice], number: int) -> Iterator[Part]:
         """Where a message belongs in the reads of one class."""
-        for each in slices:
-            item = each.region.item_of(number)
-            box = each.region.box
+        those = self._classes.wants[number]
+        for region, start, stop in slices:
+            item = region.item_of(number)
+            box = region.box
             if box is None:
-                yield Part(item)
+                yield self._whole[item]
                 continue
-            read = self._classes.first[number].items[item]
-            if each.stop - each.start == each.region.numel and box.sizes == tuple(read.lengths):
-                yield Part(item)
+            _, _, within, sizes = those[item]
+            if box.sizes == sizes and stop - start == region.numel:
+                yield self._whole[item]
                 continue
-            base = [a - b for a, b in zip(box.offsets, read.storage_offsets, strict=True)]
-            for inner in each.boxes():
-                if inner.sizes == tuple(read.lengths):
-                    yield Part(item)
+            assert within is not None
+            base = [a - b for a, b in zip(box.offsets, within, strict=True)]
+            for inner in boxes_of_interval(box.sizes, start, stop):
+                if inner.sizes == sizes:
+                    yield self._whole[item]
                 else:
                     yield Part(item, inner.shifted(base).offsets, inner.sizes)
 
@@ -165,7 +178,7 @@ class Assembly:
     ) -> tuple[RankSchedule, ...]:
         """Each rank's, when all rounds are added: all regions are exchanged, or read alone."""
         participants, class_of = self._classes.participants, self._classes.class_of
-        ranks = tuple(participant.rank for participant in participants)
+        ranks = numbers([participant.rank for participant in participants])
         parts = _alone(self._classes, exchanged, alone)
         return tuple(
             RankSchedule(
@@ -190,19 +203,21 @@ def _alone(
 
     A region that a class wants twice is exchanged once, and read alone for the second time.
     """
-    found: dict[int, dict[int, list[Part]]] = {}
+    found: dict[int, dict[int, list[Part]]] = {number: {} for number in range(len(classes.members))}
     by_itself: list[tuple[Region, Sequence[tuple[int, int]]]] = []
     for region in exchanged:
         for number, item in region.owners:
-            found.setdefault(number, {}).setdefault(item, [])
-        by_itself.append((region, region.again))
+            if item not in found[number]:
+                found[number][item] = []
+        if region.again:
+            by_itself.append((region, region.again))
     by_itself += [(region, (*region.owners, *region.again)) for region in alone]
     for region, owners in by_itself:
         for number, item in owners:
             parts = found.get(number, {}).get(item)
             if parts is None or region.box is None:
                 continue
-            base = [-at for at in classes.first[number].items[item].storage_offsets]
+            base = [-at for at in classes.wants[number][item][2] or ()]
             parts.append(Part(item, region.box.shifted(base).offsets, region.box.sizes))
     return {
         number: {item: tuple(parts) for item, parts in items.items()}

@@ -21,7 +21,8 @@ from dcp_fsdp_osd.compact import no_collections, packed, unpacked
 from dcp_fsdp_osd.compat import job_store
 from dcp_fsdp_osd.errors import CheckpointMismatchError
 from dcp_fsdp_osd.exchange.messages import RankSchedule
-from dcp_fsdp_osd.exchange.regions import Participant, in_order
+from dcp_fsdp_osd.exchange.reads import SentItems, in_order
+from dcp_fsdp_osd.exchange.regions import Participant
 from dcp_fsdp_osd.exchange.schedule import plan_exchange
 from dcp_fsdp_osd.exchange.transport import Channels
 from dcp_fsdp_osd.exchange.worker import Exchange
@@ -105,7 +106,7 @@ def describe(
     broadcast: Broadcast,
     spread: bool,
 ) -> RankReads:
-    """This rank's ``items``, in the order of :func:`~dcp_fsdp_osd.exchange.regions.in_order`.
+    """This rank's ``items``, in the order of :func:`~dcp_fsdp_osd.exchange.reads.in_order`.
 
     ``place`` gives the dtype and device that an item is read to.
     """
@@ -183,14 +184,15 @@ def _participants(
     of_digest: dict[bytes, tuple[Any, ...]] = {}
     for plan, report, can_read in zip(plans, reports, able, strict=True):
         if report.digest not in of_digest:
-            items, (dtypes, cuda) = tuple(in_order(plan.items)), report.read_places()
-            if len(items) != len(dtypes) or report.digest != Participant.digest_of(
-                items, dtypes, cuda
-            ):
-                return found, report.rank
+            dtypes, cuda = report.read_places()
+            items: Sequence[ReadItem] = plan.items
+            if not (isinstance(items, SentItems) and items.proposed):
+                items = in_order(items)
+                if Participant.digest_of(items, dtypes, cuda) != report.digest:
+                    return found, report.rank
             of_digest[report.digest] = items, dtypes, cuda
         items, dtypes, cuda = of_digest[report.digest]
-        if len(plan.items) != len(items):
+        if not len(plan.items) == len(items) == len(dtypes):
             return found, report.rank
         found.append(
             Participant(report.rank, report.host, can_read, items, dtypes, cuda, report.digest)

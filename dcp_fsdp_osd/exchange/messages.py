@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
+from dcp_fsdp_osd.compact import Numbers, numbers
 from dcp_fsdp_osd.exchange.regions import Part
 
 __all__ = ["Message", "RankSchedule", "ReadForOthers", "Source"]
@@ -40,7 +42,7 @@ class Message:
     """Bytes that one rank has read, on their way to all who want them.
 
     Attributes:
-        members: participants that send or receive it, ascending.
+        members: participants that send or receive it, ascending; as :func:`numbers` has them.
         root: the one that has read it.
         tag: its number among all messages.
         nbytes: its size; 0 for objects, whose size is not known before they are read.
@@ -53,7 +55,7 @@ class Message:
             it fills here too.
     """
 
-    members: tuple[int, ...]
+    members: Numbers
     root: int
     tag: int
     nbytes: int
@@ -70,7 +72,7 @@ class RankSchedule:
 
     Attributes:
         number: this participant's, among `ranks`.
-        ranks: global rank of each participant.
+        ranks: global rank of each participant; as :func:`numbers` has them.
         rounds: its messages; all participants have equally many rounds, some of them empty.
         alone: for a read of which something is exchanged: the parts that this rank reads for
             itself.
@@ -78,7 +80,76 @@ class RankSchedule:
     """
 
     number: int
-    ranks: tuple[int, ...]
+    ranks: Numbers
     rounds: tuple[tuple[Message, ...], ...]
     alone: dict[int, tuple[Part, ...]]
     reads: tuple[Part | ReadForOthers, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of numbers: an object for each part would take ten times as long, and twice the room."""
+        rounds = tuple(tuple(map(_of_message, messages)) for messages in self.rounds)
+        alone = numbers(sorted(item for item, parts in self.alone.items() if not parts))
+        parts = [_of_parts(each) for each in self.alone.values() if each]
+        reads = tuple(r if isinstance(r, ReadForOthers) else _of_part(r) for r in self.reads)
+        return _schedule, ((self.number, self.ranks, rounds, alone, parts, reads),)
+
+
+_Plain = int | tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def _of_part(part: Part) -> _Plain:
+    if part.offsets is None or part.sizes is None:
+        return part.item
+    return part.item, part.offsets, part.sizes
+
+
+def _of_parts(parts: Iterable[Part]) -> tuple[_Plain, ...]:
+    return tuple(map(_of_part, parts))
+
+
+def _of_source(source: Source) -> _Plain:
+    if source.offsets is None or source.sizes is None:
+        return source.read
+    return source.read, source.offsets, source.sizes
+
+
+def _of_message(message: Message) -> tuple[Any, ...]:
+    return (
+        message.members,
+        message.root,
+        message.tag,
+        message.nbytes,
+        message.cuda,
+        message.objects,
+        _of_parts(message.parts),
+        numbers(message.needs),
+        tuple(map(_of_source, message.sources)),
+    )
+
+
+def _part(plain: _Plain) -> Part:
+    return Part(plain) if isinstance(plain, int) else Part(*plain)
+
+
+def _parts(plain: Iterable[_Plain]) -> tuple[Part, ...]:
+    return tuple(map(_part, plain))
+
+
+def _schedule(plain: tuple[Any, ...]) -> RankSchedule:
+    number, ranks, rounds, alone, parts, reads = plain
+    some = {found[0].item: found for found in map(_parts, parts)}
+    return RankSchedule(
+        number,
+        ranks,
+        tuple(tuple(map(_message, messages)) for messages in rounds),
+        dict.fromkeys(alone, ()) | some,
+        tuple(r if isinstance(r, ReadForOthers) else _part(r) for r in reads),
+    )
+
+
+def _message(plain: tuple[Any, ...]) -> Message:
+    members, root, tag, nbytes, cuda, objects, parts, needs, sources = plain
+    found = (Source(each) if isinstance(each, int) else Source(*each) for each in sources)
+    return Message(
+        members, root, tag, nbytes, cuda, objects, _parts(parts), tuple(needs), tuple(found)
+    )

@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 
+from dcp_fsdp_osd.compact import Numbers, numbers
+from dcp_fsdp_osd.exchange.reads import item_key, wants
 from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.storage.places import Places
 
-__all__ = ["Classes", "Part", "Participant", "Region", "find_regions", "in_order", "narrowed"]
+__all__ = ["Classes", "Part", "Participant", "Region", "find_regions", "narrowed"]
 
 Owner = tuple[int, int]
 """A class, and the number of an item among its reads."""
@@ -38,7 +41,7 @@ class Participant:
         rank: its global rank, for messages to people.
         host: the machine that it runs on.
         can_read: whether its storage reader can read.
-        items: its reads, in the order of :func:`in_order`.
+        items: its reads, in the order of :func:`~dcp_fsdp_osd.exchange.reads.in_order`.
         dtypes: of the destination of each item; None where the item is no tensor.
         cuda: for each item, whether its destination is on a CUDA device.
         digest: equal for ranks with equal items, dtypes and cuda.
@@ -47,7 +50,7 @@ class Participant:
     rank: int
     host: str
     can_read: bool
-    items: tuple[ReadItem, ...]
+    items: Sequence[ReadItem]
     dtypes: tuple[torch.dtype | None, ...]
     cuda: tuple[bool, ...]
     digest: bytes
@@ -67,8 +70,8 @@ class Participant:
 class Part:
     """A box of one read of a rank, relative to that read's own box; None: all of it.
 
-    ``item`` is the read's number in the order of :func:`in_order`, which rank and coordinator
-    come to alike.
+    ``item`` is the read's number in the order of :func:`~dcp_fsdp_osd.exchange.reads.in_order`,
+    which rank and coordinator come to alike.
     """
 
     item: int
@@ -82,9 +85,9 @@ class Part:
         return narrowed(item, self.offsets, self.sizes)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Region:
-    """A box of a saved chunk (or a saved object) that one fixed set of ranks wants.
+    """A box of a saved chunk (or a saved object) that one fixed set of ranks wants.  Not changed.
 
     Attributes:
         where: file and offset of the chunk, by which reads are ordered.
@@ -96,6 +99,7 @@ class Region:
         again: further items of these classes that want it too, for a second destination.
         numel: elements; 1 for an object.
         itemsize: bytes of an element; 0 for an object, whose size is not known yet.
+        nbytes: of all elements.
     """
 
     where: tuple[str, int]
@@ -107,15 +111,13 @@ class Region:
     again: tuple[Owner, ...] = ()
     numel: int = field(init=False)
     itemsize: int = field(init=False)
+    nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         # Asked for again and again, for each of a million regions.
-        object.__setattr__(self, "numel", 1 if self.box is None else self.box.numel)
-        object.__setattr__(self, "itemsize", 0 if self.dtype is None else self.dtype.itemsize)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.itemsize
+        self.numel = 1 if self.box is None else math.prod(self.box.sizes)
+        self.itemsize = 0 if self.dtype is None else self.dtype.itemsize
+        self.nbytes = self.numel * self.itemsize
 
     @property
     def chunk_key(self) -> tuple[object, ...]:
@@ -124,6 +126,8 @@ class Region:
 
     def item_of(self, number: int) -> int:
         """The item by which class ``number`` wants it."""
+        if len(self.owners) == 1:
+            return self.owners[0][1]
         return self.owners[bisect_left(self.owners, (number, -1))][1]
 
 
@@ -134,6 +138,7 @@ class Classes:
         participants: all ranks.
         members: numbers of the participants in each class, ascending.
         first: one participant of each class.
+        wants: what each of its items reads, for each class.
         class_of: the class of each participant, by number.
     """
 
@@ -144,38 +149,21 @@ class Classes:
             of_digest.setdefault(participant.digest, []).append(n)
         self.members = list(of_digest.values())
         self.first = [participants[those[0]] for those in self.members]
+        self.wants = [wants(participant.items) for participant in self.first]
         self.class_of = {n: number for number, those in enumerate(self.members) for n in those}
-        self._wanting: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._wanting: dict[tuple[int, ...], Numbers] = {}
 
-    def wanting(self, region: Region) -> tuple[int, ...]:
+    def wanting(self, region: Region) -> Numbers:
         """The participants that want a region, ascending: one value for all with the same."""
-        numbers = tuple(number for number, _ in region.owners)
-        if numbers not in self._wanting:
-            those = sorted(n for number in numbers for n in self.members[number])
-            self._wanting[numbers] = tuple(those)
-        return self._wanting[numbers]
+        classes = tuple(number for number, _ in region.owners)
+        if classes not in self._wanting:
+            those = sorted(n for number in classes for n in self.members[number])
+            self._wanting[classes] = numbers(those)
+        return self._wanting[classes]
 
     def count(self, region: Region) -> int:
         """How many participants want it."""
         return len(self.wanting(region))
-
-
-def item_key(item: ReadItem) -> tuple[object, ...]:
-    """A key that tells the reads of one rank apart, and orders them."""
-    return (
-        item.dest_index.fqn,
-        tuple(item.dest_index.offset or ()),
-        tuple(item.dest_offsets),
-        item.storage_index.fqn,
-        tuple(item.storage_index.offset or ()),
-        tuple(item.storage_offsets),
-        tuple(item.lengths),
-    )
-
-
-def in_order(items: Iterable[ReadItem]) -> list[ReadItem]:
-    """Reads in an order that does not depend on what a storage reader did to the plan."""
-    return sorted(items, key=item_key)
 
 
 def narrowed(item: ReadItem, offsets: Sequence[int], sizes: Sequence[int]) -> ReadItem:
@@ -191,82 +179,94 @@ def narrowed(item: ReadItem, offsets: Sequence[int], sizes: Sequence[int]) -> Re
 
 
 _Wanted = tuple[Box, list[Owner]]  # a box, and who wants it
+_ChunkKey = tuple[str, tuple[int, ...], torch.dtype | None]  # objects have no dtype
+_Bounds = tuple[tuple[int, ...], tuple[int, ...]] | None  # offsets and sizes of a box
 
 
-def find_regions(classes: Sequence[Participant], metadata: Metadata) -> list[Region]:
-    """The regions of everything that ``classes`` (one participant of each) read, in file order.
+def find_regions(classes: Classes, metadata: Metadata) -> list[Region]:
+    """The regions of everything that ``classes`` read, in file order.
 
     Boxes without elements are in no region.
     """
-    place_of = _places(metadata)
-    regions: list[Region] = []
-    for (fqn, offset, dtype), boxes in _boxes_of_chunks(classes).items():
-        chunk = (fqn, offset)
-        at = place_of(fqn, None if None in boxes else offset)
+    chunks = _boxes_of_chunks(classes)
+    places = _places(metadata, chunks)
+    names = {dtype: str(dtype) for _, _, dtype in chunks}
+    cuda_of = [participant.cuda for participant in classes.first]
+    found: list[tuple[Any, ...]] = []
+    for (fqn, offset, dtype), boxes in chunks.items():
+        chunk, name = (fqn, offset), names[dtype]
+        at = places[fqn, None if dtype is None and None in boxes else offset]
         for box, owners in _cut(boxes):
             if len(owners) == 1:
                 ((number, item),) = owners
-                cuda = classes[number].cuda[item]
-                regions.append(Region(at, chunk, box, dtype, cuda, ((number, item),)))
-                continue
-            first: dict[int, int] = {}
-            again = []
-            for number, item in sorted(owners):
-                if first.setdefault(number, item) != item:
-                    again.append((number, item))
-            cuda = all(classes[number].cuda[item] for number, item in first.items())
-            regions.append(Region(at, chunk, box, dtype, cuda, tuple(first.items()), tuple(again)))
-    regions.sort(key=lambda r: (r.where, r.chunk, r.box.offsets if r.box else (), str(r.dtype)))
-    return regions
+                region = Region(at, chunk, box, dtype, cuda_of[number][item], (owners[0],))
+            else:
+                first: dict[int, int] = {}
+                again = []
+                for number, item in sorted(owners):
+                    if first.setdefault(number, item) != item:
+                        again.append((number, item))
+                cuda = all(cuda_of[number][item] for number, item in first.items())
+                region = Region(at, chunk, box, dtype, cuda, tuple(first.items()), tuple(again))
+            within = () if box is None else box.offsets
+            found.append((*at, fqn, offset, within, name, len(found), region))
+    found.sort()  # no two are alike up to their number
+    return [each[-1] for each in found]
 
 
-def _boxes_of_chunks(
-    classes: Sequence[Participant],
-) -> dict[tuple[str, tuple[int, ...], torch.dtype | None], dict[Box | None, list[Owner]]]:
+def _boxes_of_chunks(classes: Classes) -> dict[_ChunkKey, dict[_Bounds, list[Owner]]]:
     """What of each saved chunk is read in each dtype, and by whom; objects have neither."""
-    chunks: dict[Any, dict[Box | None, list[Owner]]] = {}
-    for number, participant in enumerate(classes):
-        for i, (item, dtype) in enumerate(zip(participant.items, participant.dtypes, strict=True)):
-            box = None
-            if item.type != LoadItemType.BYTE_IO:
-                box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-                if not box.numel:
-                    continue
-            index = item.storage_index
-            key = (index.fqn, tuple(index.offset or ()), None if box is None else dtype)
-            chunks.setdefault(key, {}).setdefault(box, []).append((number, i))
+    chunks: dict[_ChunkKey, dict[_Bounds, list[Owner]]] = {}
+    for number, (participant, those) in enumerate(zip(classes.first, classes.wants, strict=True)):
+        each = zip(those, participant.dtypes, strict=True)
+        for item, ((fqn, offset, within, sizes), dtype) in enumerate(each):
+            if 0 in sizes and within is not None:
+                continue
+            key = (fqn, offset, None if within is None else dtype)
+            box = None if within is None else (within, sizes)
+            boxes = chunks.get(key)
+            if boxes is None:
+                chunks[key] = {box: [(number, item)]}
+            else:
+                boxes.setdefault(box, []).append((number, item))
     return chunks
 
 
-def _places(metadata: Metadata) -> Callable[[str, tuple[int, ...] | None], tuple[str, int]]:
-    """Finds file and offset of a saved chunk, by its FQN and offsets (None: of an object), where
-    the storage writer's metadata have them.
+def _places(
+    metadata: Metadata, chunks: dict[_ChunkKey, dict[_Bounds, list[Owner]]]
+) -> dict[tuple[str, tuple[int, ...] | None], tuple[str, int]]:
+    """File and offset of saved chunks, by their FQN and offsets (None: of an object), where the
+    storage writer's metadata have them.
     """
+    wanted: dict[str, dict[tuple[int, ...] | None, None]] = {}
+    for (fqn, offset, _), boxes in chunks.items():
+        wanted.setdefault(fqn, {})[None if None in boxes else offset] = None
     data = metadata.storage_data
     if isinstance(data, Places):  # what is asked for, and not all there is
-        found = data
-
-        def place_of(fqn: str, offset: tuple[int, ...] | None) -> tuple[str, int]:
-            entry = found.entry(MetadataIndex(fqn, offset))
-            return ("", 0) if entry is None else (entry.name, entry.offset)
-
-        return place_of
+        return {
+            (fqn, offset): place or ("", 0)
+            for fqn, offsets in wanted.items()
+            for offset, place in zip(offsets, data.located(fqn, list(offsets)), strict=True)
+        }
     places: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
     for index, info in data.items() if isinstance(data, dict) else ():
-        file, offset = getattr(info, "relative_path", ""), getattr(info, "offset", 0)
-        if isinstance(file, str) and isinstance(offset, int):
-            places[index.fqn, tuple(index.offset or ())] = (file, offset)
-    return lambda fqn, offset: places.get((fqn, offset or ()), ("", 0))
+        file, at = getattr(info, "relative_path", ""), getattr(info, "offset", 0)
+        if index.fqn in wanted and isinstance(file, str) and isinstance(at, int):
+            places[index.fqn, tuple(index.offset or ())] = (file, at)
+    return {
+        (fqn, offset): places.get((fqn, offset or ()), ("", 0))
+        for fqn, offsets in wanted.items()
+        for offset in offsets
+    }
 
 
-def _cut(boxes: dict[Box | None, list[Owner]]) -> Iterator[tuple[Box | None, list[Owner]]]:
+def _cut(boxes: dict[_Bounds, list[Owner]]) -> list[tuple[Box | None, list[Owner]]]:
     """Disjoint boxes of a chunk, each with all who want it."""
-    if len(boxes) == 1:
-        yield from boxes.items()
-        return
-    known = [(box, owners) for box, owners in boxes.items() if box is not None]
-    for cluster in _clusters(known):
-        yield from _disjoint(cluster)
+    known = [(bounds and Box(*bounds), owners) for bounds, owners in boxes.items()]
+    if len(known) == 1:
+        return known
+    those = [(box, owners) for box, owners in known if box is not None]
+    return [each for cluster in _clusters(those) for each in _disjoint(cluster)]
 
 
 def _clusters(boxes: list[_Wanted]) -> Iterator[list[_Wanted]]:

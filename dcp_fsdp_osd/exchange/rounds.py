@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dcp_fsdp_osd.compact import Numbers, numbers
 from dcp_fsdp_osd.exchange.regions import Region
 from dcp_fsdp_osd.layout.geometry import Box, boxes_of_interval
 
@@ -66,24 +67,24 @@ class Stream:
     whole: it is of chunks that are read whole, by one reader, into memory of their own.
     """
 
-    wanting: tuple[int, ...]
+    wanting: Numbers
     readers: tuple[int, ...]
     cuda: bool
     objects: bool
     whole: bool = False
     regions: list[Region] = field(default_factory=list)
-    _members: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _members: dict[int, Numbers] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         return sum(region.nbytes for region in self.regions)
 
-    def members(self, root: int) -> tuple[int, ...]:
+    def members(self, root: int) -> Numbers:
         """Who takes part in a message of ``root``: one and the same value for all of them."""
         if root not in self._members:
             those = {*self.wanting, root}
             self._members[root] = (
-                self.wanting if len(those) == len(self.wanting) else tuple(sorted(those))
+                self.wanting if len(those) == len(self.wanting) else numbers(sorted(those))
             )
         return self._members[root]
 
@@ -121,7 +122,7 @@ class Draft:
         self.nbytes = sum(each.nbytes for each in self.slices)
 
     @property
-    def members(self) -> tuple[int, ...]:
+    def members(self) -> Numbers:
         return self.stream.members(self.root)
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dcp_fsdp_osd.compact import Numbers
 from dcp_fsdp_osd.exchange.assembly import Assembly
 from dcp_fsdp_osd.exchange.messages import RankSchedule
 from dcp_fsdp_osd.exchange.regions import Classes, Participant, Region, find_regions
@@ -73,7 +74,7 @@ def plan_exchange(
     """
     classes = Classes(participants)
     streams = _Streams(classes, spread=spread and reads_parts)
-    regions = find_regions(classes.first, metadata)
+    regions = find_regions(classes, metadata)
     shared = [streams.of(region) for region in regions]
     if not any(shared):
         return None
@@ -148,7 +149,7 @@ class _Streams:
         return tuple(n for n in wanting if ranks[n].can_read) or self.readers
 
     def _stream(
-        self, region: Region, wanting: tuple[int, ...], able: tuple[int, ...], *, whole: bool
+        self, region: Region, wanting: Numbers, able: tuple[int, ...], *, whole: bool
     ) -> Stream:
         ranks = self.classes.participants
         readers = tuple(sorted(able, key=lambda n: (ranks[n].host, n)))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dcp_fsdp_osd.compact import Numbers, numbers
 from dcp_fsdp_osd.errors import ExchangeError
 from dcp_fsdp_osd.exchange.messages import Message
 
@@ -41,9 +42,9 @@ class Channels:
 
     def __init__(self, store: Any, session: str, *, number: int, size: int, timeout: float) -> None:
         self._store = _prefixed(f"dcp_fsdp_osd/{session}", store)
-        self._number, self._everyone = number, tuple(range(size))
+        self._number, self._everyone = number, numbers(range(size))
         self._timeout = timedelta(seconds=timeout)
-        self._groups: dict[tuple[tuple[int, ...], bool], Any] = {}
+        self._groups: dict[tuple[Numbers, bool], Any] = {}
         try:
             self._control = self._group(self._everyone, False)
         except Exception as error:
@@ -88,7 +89,7 @@ class Channels:
             return None
         return []
 
-    def _group(self, members: tuple[int, ...], cuda: bool) -> Any:
+    def _group(self, members: Numbers, cuda: bool) -> Any:
         found = self._groups.get((members, cuda))
         if found is None:
             name = f"{'nccl' if cuda else 'gloo'}/{'_'.join(map(str, members))}"
@@ -119,7 +120,7 @@ class Channels:
         return self._broadcast_bytes(message.members, message.root, payloads)
 
     def _broadcast_bytes(
-        self, members: tuple[int, ...], root: int, payloads: Sequence[bytes]
+        self, members: Numbers, root: int, payloads: Sequence[bytes]
     ) -> list[bytes]:
         own = root == self._number
         count = torch.tensor([len(payloads)])
@@ -140,12 +141,10 @@ class Channels:
             position += size
         return found
 
-    def _broadcast(self, members: tuple[int, ...], root: int, tensor: torch.Tensor) -> None:
+    def _broadcast(self, members: Numbers, root: int, tensor: torch.Tensor) -> None:
         self._start(members, root, tensor, False).wait()
 
-    def _start(
-        self, members: tuple[int, ...], root: int, tensor: torch.Tensor, cuda: bool
-    ) -> dist.Work:
+    def _start(self, members: Numbers, root: int, tensor: torch.Tensor, cuda: bool) -> dist.Work:
         options = dist.BroadcastOptions()
         options.rootRank = members.index(root)
         work: dist.Work = self._group(members, cuda).broadcast([tensor], options)

@@ -37,7 +37,7 @@ from dcp_fsdp_osd.errors import (
     portable_errors,
 )
 from dcp_fsdp_osd.exchange.decide import Broadcast, describe, plan_reads
-from dcp_fsdp_osd.exchange.regions import in_order
+from dcp_fsdp_osd.exchange.reads import in_order
 from dcp_fsdp_osd.exchange.worker import Exchange, ExchangeStats
 from dcp_fsdp_osd.fsdp.optim import Target, describe_targets
 from dcp_fsdp_osd.load.agree import Agreed, RankReport, agree, check_checkpoint

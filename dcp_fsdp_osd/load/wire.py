@@ -9,13 +9,10 @@ knows what it has asked for. What others have made of the items of a plan is sen
 from __future__ import annotations
 
 import operator
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp_fsdp_osd.compact import (
@@ -29,11 +26,10 @@ from dcp_fsdp_osd.compact import (
     unpacked,
 )
 from dcp_fsdp_osd.errors import CheckpointMismatchError
+from dcp_fsdp_osd.exchange.reads import SentItems, in_order
 from dcp_fsdp_osd.load.agree import RankReport
 
 __all__ = ["AnswerLoadPlan", "SentLoadPlan", "read_reports"]
-
-_NONE = -1
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,8 @@ class SentLoadPlan(LoadPlan):
     """A local plan with a :class:`RankReport`, that is pickled small.
 
     Unpickled, its ``planner_data`` is for :func:`read_reports`, and its items are made when they
-    are asked for.
+    are asked for; in the order of :func:`~dcp_fsdp_osd.exchange.reads.in_order`, if they are those
+    of the planner.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -66,12 +63,12 @@ class SentLoadPlan(LoadPlan):
         common = _dumped((report.loads, report.strict))
         own = packed((report.reads, report.checkpoint))
         data = _Sent(common, own, proposed)
-        columns = _dumped(_columns(self.items))
+        columns = SentItems.pack(in_order(self.items) if proposed else self.items)
         return _received, (columns, len(self.items), self.storage_data, data)
 
 
 def _received(columns: bytes, count: int, storage_data: Any, data: _Sent) -> SentLoadPlan:
-    items: Any = Lazy(lambda: list(_items(*_loaded(columns))), count)
+    items: Any = SentItems(columns, count, data.proposed)
     return SentLoadPlan(items, storage_data, data)
 
 
@@ -83,38 +80,6 @@ def _loaded(data: bytes) -> Any:
     found, strings = parted(data)
     with no_collections():
         return load_strings(found, strings.decode())
-
-
-def _columns(items: Sequence[ReadItem]) -> tuple[Any, ...]:
-    """Types; FQNs; and for each item its hints, dimensions and numbers."""
-    names = [each for i in items for each in (i.dest_index.fqn, i.storage_index.fqn)]
-    numbers = array("q")
-    sizes = array("q")
-    for item in items:
-        dest, stored = item.dest_index, item.storage_index
-        tuples = dest.offset, item.dest_offsets, stored.offset, item.storage_offsets, item.lengths
-        for hint in (dest.index, stored.index):
-            sizes.append(_NONE if hint is None else hint)
-        for each in tuples:
-            sizes.append(_NONE if each is None else len(each))
-            numbers.extend(each or ())
-    return [item.type for item in items], names, sizes.tobytes(), numbers.tobytes()
-
-
-def _items(
-    types: Sequence[Any], names: Sequence[str], sizes: bytes, numbers: bytes
-) -> Iterator[ReadItem]:
-    size, at = iter(array("q", sizes)), iter(array("q", numbers))
-    for number, kind in enumerate(types):
-        hints = [None if hint == _NONE else hint for hint in (next(size), next(size))]
-        five: Any = [_size(next(size), at) for _ in range(5)]
-        dest = MetadataIndex(names[2 * number], five[0], hints[0])
-        stored = MetadataIndex(names[2 * number + 1], five[2], hints[1])
-        yield ReadItem(kind, dest, five[1], stored, five[3], five[4])
-
-
-def _size(dims: int, numbers: Iterator[int]) -> torch.Size | None:
-    return None if dims == _NONE else torch.Size([next(numbers) for _ in range(dims)])
 
 
 def read_reports(plans: Sequence[LoadPlan]) -> list[RankReport]:

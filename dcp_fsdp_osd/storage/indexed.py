@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError
-from dcp_fsdp_osd.storage.chunks import ChunkTable
+from dcp_fsdp_osd.storage.chunks import MANY, ChunkTable
 from dcp_fsdp_osd.storage.cover import chunks_problem
 from dcp_fsdp_osd.storage.index import ENTRY, KIND, NONE, inflated, numbers_of
 from dcp_fsdp_osd.storage.memory import DTYPE_NAMES
@@ -202,13 +202,42 @@ class _IndexedPlaces(Places):
         ):
             raise CorruptCheckpointError(f"{index.fqn}: {values} describe no entry")
         name = self._names[file]
-        if file not in self._checked:
-            check_name(name)
-            self._checked.add(file)
+        self._check((file,))
         known = None if crc == NONE else crc
         if kind != KIND_TENSOR:
             return EntryInfo(name, offset, length, kind, known)
         return EntryInfo(name, offset, length, kind, known, payload, nbytes, dtype)
+
+    def located(
+        self, fqn: str, offsets: Sequence[tuple[int, ...] | None]
+    ) -> list[tuple[str, int] | None]:
+        number, chunks, _ = self._keys.get(fqn, (NONE, None, ""))
+        if len(offsets) < MANY or number == NONE or chunks is None:
+            return super().located(fqn, offsets)
+        row_of = chunks.known.by_offsets
+        rows = [None if offset is None else row_of.get(offset) for offset in offsets]
+        found = self._boxes.entries(number)[:, [row for row in rows if row is not None]]
+        file, at, length, kind, payload, nbytes, crc = found
+        counts = torch.stack((at, length, payload, nbytes, crc + 1))
+        tensors = kind == KIND_TENSOR
+        known = tensors | (kind == KIND_BYTES) | (kind == KIND_OPAQUE)
+        bad = (
+            ~known
+            | (file < 0)
+            | (file >= len(self._names))
+            | (tensors & (payload + nbytes >= length))
+        )
+        if bad.any() or (counts < 0).any() or (counts >= _LIMIT).any():
+            return super().located(fqn, offsets)  # which has the words for it
+        files = file.tolist()
+        self._check(files)
+        places = zip(map(self._names.__getitem__, files), at.tolist(), strict=True)
+        return [None if row is None else next(places) for row in rows]
+
+    def _check(self, files: Iterable[int]) -> None:
+        for file in set(files) - self._checked:
+            check_name(self._names[file])
+            self._checked.add(file)
 
     def holds(self, fqn: str, kind: int) -> bool:
         number = self._keys.get(fqn, (NONE, None, ""))[0]

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,13 @@ class Places(Mapping[MetadataIndex, _StorageInfo]):
     @abstractmethod
     def entry(self, index: MetadataIndex) -> EntryInfo | None:
         """Where an entry lies, checked as :func:`entry_info` does; None if there is none."""
+
+    def located(
+        self, fqn: str, offsets: Sequence[tuple[int, ...] | None]
+    ) -> list[tuple[str, int] | None]:
+        """File and offset of entries of a key, by the offsets of its boxes (None: of an object)."""
+        found = [self.entry(MetadataIndex(fqn, offset)) for offset in offsets]
+        return [None if entry is None else (entry.name, entry.offset) for entry in found]
 
     @abstractmethod
     def names(self) -> Iterable[str]:

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_fsdp_osd.exchange.buffers import pack, unpack
 from dcp_fsdp_osd.exchange.messages import RankSchedule
-from dcp_fsdp_osd.exchange.regions import Part, Participant, in_order
+from dcp_fsdp_osd.exchange.reads import in_order
+from dcp_fsdp_osd.exchange.regions import Part, Participant
 from dcp_fsdp_osd.exchange.schedule import ExchangePlan
 from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.load.schedule import object_item

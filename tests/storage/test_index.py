@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from benchmarks.metadata_index import layouts, metadata_of
 from dcp_fsdp_osd import FlatOptimLoadPlanner
 from dcp_fsdp_osd.errors import CorruptCheckpointError, FlatOptimError
-from dcp_fsdp_osd.exchange.regions import Participant, find_regions
+from dcp_fsdp_osd.exchange.regions import Classes, Participant, find_regions
 from dcp_fsdp_osd.fsdp.optim import Target
 from dcp_fsdp_osd.layout.geometry import boxes_of_interval
 from dcp_fsdp_osd.load.schedule import Kind, Leaf, LoadSchedule
@@ -54,7 +54,7 @@ from dcp_fsdp_osd.storage.metadata import (
     load_index,
     load_metadata,
 )
-from dcp_fsdp_osd.storage.places import KIND_BYTES, KIND_OPAQUE, KIND_TENSOR
+from dcp_fsdp_osd.storage.places import KIND_BYTES, KIND_OPAQUE, KIND_TENSOR, Places
 from dcp_fsdp_osd.tools.check import check_checkpoint
 from dcp_fsdp_osd.tools.convert import rechunk
 from dcp_fsdp_osd.tools.opened import Checkpoint
@@ -190,6 +190,7 @@ def test_boxes_that_overlap_one_are_found(name: str, drawn: list[int]) -> None:
     assert sorted(map(repr, schedule.items)) == sorted(map(repr, expected))
     table = chunk_table(stored)
     assert all(table.find(a) == number for number, (a, _) in enumerate(boxes))
+    assert all(table.by_offsets[a] == table.find(a) for a, _ in boxes)
     assert table.find([n + 1 for n in shape]) is None and table.find([0]) in (None, 0)
 
 
@@ -212,10 +213,19 @@ def test_a_rank_plans_alike_with_it_and_without() -> None:
         cuda = (False,) * len(items)
         digest = Participant.digest_of(items, dtypes, cuda)
         whole = [Participant(0, "host", True, items, dtypes, cuda, digest)]
-        regions.append(find_regions(whole, found))
+        regions.append(find_regions(Classes(whole), found))
     assert plans[0] == plans[1] and len(plans[0]) > 10
     assert [i.storage_index.index for i in plans[0]] == [i.storage_index.index for i in plans[1]]
     assert regions[0] == regions[1] and all(each.where[0] for each in regions[0])
+    places = in_part(data).storage_data
+    assert isinstance(places, Places)
+    for key, stored in metadata.state_dict_metadata.items():
+        chunks = getattr(stored, "chunks", None)
+        offsets = [None] if chunks is None else [tuple(each.offsets) for each in chunks]
+        found = [places.entry(MetadataIndex(key, at)) for at in offsets]
+        expected = [each and (each.name, each.offset) for each in found]
+        assert places.located(key, offsets) == expected and all(expected)
+        assert places.located(key, [*offsets, (1 << 50,) * 3]) == [*expected, None]
 
 
 # ---------------------------------------------------------------- damage
