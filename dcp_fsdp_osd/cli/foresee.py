@@ -142,9 +142,13 @@ def plan_command(
     ):
         rows.append((title, *map(shown, found.spread(name))))
     print_table(("a rank", "least", "median", "most"), rows, right=("least", "median", "most"))
+    metadata = size_text(found.metadata_nbytes)
+    if found.metadata_nbytes < found.metadata_file_nbytes:
+        whole = size_text(found.metadata_file_nbytes)
+        metadata += f" of {whole} (stock's readers: all of it)"
     say(
         f"all ranks: {size_text(found.total_nbytes)} in {found.total_requests} requests; metadata "
-        f"{size_text(found.metadata_nbytes)} on each; read once for all: {found.shared_entries} "
+        f"{metadata} on each; read once for all: {found.shared_entries} "
         f"entries, {size_text(found.shared_nbytes)}"
     )
     say(f"estimated time of the slowest rank: {found.seconds:.2f} s")

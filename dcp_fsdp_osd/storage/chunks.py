@@ -21,6 +21,7 @@ __all__ = ["MANY", "ChunkTable", "Overlap", "chunk_table"]
 MANY = 16
 """Boxes from which on a table finds some sooner than a loop over objects."""
 _LIMIT = 1 << 62
+_FEW = 32  # boxes that are taken out of columns one by one, which is slow
 
 
 class Overlap(NamedTuple):
@@ -71,6 +72,7 @@ class ChunkTable(Sequence[ChunkStorageMetadata]):
         self.size = tuple(size)
         self._check(offsets, sizes)
         self.columns = offsets, sizes
+        self._taken = 0
 
     def _check(self, offsets: torch.Tensor, sizes: torch.Tensor) -> None:
         dims = len(self.size)
@@ -93,8 +95,19 @@ class ChunkTable(Sequence[ChunkStorageMetadata]):
 
     def at(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Offsets and sizes of a box."""
-        offsets, sizes = self.known.columns
+        known = self.known
+        if known is not self:
+            return known.at(number)
+        self._taken += 1
+        if self._taken > _FEW:
+            return self._all[number]
+        offsets, sizes = self.columns
         return tuple(offsets[:, number].tolist()), tuple(sizes[:, number].tolist())
+
+    @cached_property
+    def _all(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        offsets, sizes = (map(tuple, each.t().tolist()) for each in self.columns)
+        return list(zip(offsets, sizes, strict=True))
 
     @overload
     def __getitem__(self, number: int) -> ChunkStorageMetadata: ...
@@ -166,16 +179,24 @@ class ChunkTable(Sequence[ChunkStorageMetadata]):
                 found.append(Overlap(number, at, low, common))
         return sorted(found)
 
-    def find(self, offsets: Sequence[int]) -> int | None:
-        """The number of the box at `offsets`; of one with elements, if there is one."""
+    def find(self, offsets: Sequence[int], near: int | None = None) -> int | None:
+        """The number of the box at `offsets`; of one with elements, if there is one.
+
+        `near` is what the number probably is (``MetadataIndex.index``).
+        """
         if len(offsets) != len(self.size):
             return None
-        wanted, search = tuple(offsets), self.known.search
+        wanted = tuple(offsets)
+        if near is not None and 0 <= near < len(self):
+            found, sizes = self.at(near)
+            if found == wanted and 0 not in sizes:
+                return near
+        search = self.known.search
         position = self._position(offsets)
-        for near in range(bisect_left(search.firsts, position), len(search.firsts)):
-            if search.firsts[near] != position:
+        for place in range(bisect_left(search.firsts, position), len(search.firsts)):
+            if search.firsts[place] != position:
                 break
-            number = search.numbers[near]
+            number = search.numbers[place]
             if self.at(number)[0] == wanted:
                 return number
         if len(search.numbers) < len(self):

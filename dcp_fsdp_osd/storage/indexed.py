@@ -189,7 +189,7 @@ class _IndexedPlaces(Places):
         number, chunks, dtype = self._keys.get(index.fqn, (NONE, None, ""))
         if number == NONE or (chunks is None) is not (index.offset is None):
             return None
-        row = 0 if chunks is None else chunks.find(index.offset)
+        row = 0 if chunks is None else chunks.find(index.offset, index.index)
         if row is None:
             return None
         values: list[int] = self._boxes.entries(number)[:, row].tolist()

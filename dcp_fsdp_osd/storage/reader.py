@@ -329,7 +329,6 @@ class StreamingReader(HasRole, StorageReader):
             data, size = self._read_file(name)
         except FileNotFoundError as error:
             raise StorageError(f"no checkpoint at {self._session.url}: no {name}") from error
-        self.stats.add(bytes=len(data))
         return data, size
 
     def _read_file(self, name: str) -> tuple[bytes, int]:
@@ -341,9 +340,11 @@ class StreamingReader(HasRole, StorageReader):
         store = session.store
 
         def whole(limit: int, size: int = 0) -> bytes:
-            return session.call(
+            found = session.call(
                 lambda: store.read(name, limit), f"read {name}", self.stats, nbytes=size
             )
+            self.stats.add(bytes=len(found))
+            return found
 
         def part(start: int, count: int) -> bytes:
             found = bytearray(count)
@@ -354,6 +355,7 @@ class StreamingReader(HasRole, StorageReader):
                 self.stats,
                 nbytes=count,
             )
+            self.stats.add(bytes=count)
             return bytes(found)
 
         def length() -> int:

@@ -65,7 +65,9 @@ class Index:
         stored = self._metadata.state_dict_metadata.get(index.fqn)
         table = getattr(stored, "chunks", None)
         if isinstance(table, ChunkTable):
-            number = 0 if index.offset is None and len(table) else table.find(index.offset or ())
+            number = 0 if index.offset is None and len(table) else None
+            if number is None:
+                number = table.find(index.offset or (), index.index)
             if number is None:
                 raise _no_chunk(index)
             return table.at(number)[1]

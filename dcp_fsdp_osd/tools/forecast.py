@@ -49,7 +49,9 @@ class Forecast:
         layout: ``"fsdp1"`` or ``"fsdp2"``.
         units: how many FSDP units the parameters were divided into.
         ranks: those that were planned, all or evenly spaced ones.
-        metadata_nbytes: that each rank reads first (or one for all, with a `process_group`).
+        metadata_nbytes: that each rank reads first (or one for all, with a `process_group`):
+            with an index that alone.
+        metadata_file_nbytes: of ``.metadata``, all of which stock DCP's readers read.
         shared_entries, shared_nbytes: objects, scalars and other state that is read once, and
             handed to all ranks.
         seconds: of the slowest rank.
@@ -62,6 +64,7 @@ class Forecast:
     units: int
     ranks: tuple[RankForecast, ...]
     metadata_nbytes: int
+    metadata_file_nbytes: int
     shared_entries: int
     shared_nbytes: int
     seconds: float
@@ -126,6 +129,7 @@ def forecast(
         units=sharding.units,
         ranks=tuple(ranks),
         metadata_nbytes=reads.metadata_nbytes,
+        metadata_file_nbytes=reads.metadata_file_nbytes,
         shared_entries=len(sharding.shared),
         shared_nbytes=sum(sharding.shared.values()),
         seconds=max(each.seconds for each in ranks),

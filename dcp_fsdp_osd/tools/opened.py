@@ -7,10 +7,8 @@ checkpoint has checksums, and nothing in it is unpickled that could run code.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import io
-import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
 from dcp_fsdp_osd.layout.geometry import Box, box_view, boxes_of_interval, narrowed_view
 from dcp_fsdp_osd.storage.checksum import Checksum, checksum_named
+from dcp_fsdp_osd.storage.chunks import ChunkTable, chunk_table
 from dcp_fsdp_osd.storage.metadata import EntryInfo, checksum_name, entry_info
 from dcp_fsdp_osd.storage.reader import StreamingReader
 from dcp_fsdp_osd.storage.session import LONG, Session, make_session
@@ -39,7 +38,6 @@ from dcp_fsdp_osd.tree import Path
 __all__ = [
     "WINDOW",
     "Checkpoint",
-    "Chunks",
     "Part",
     "Progress",
     "Want",
@@ -82,45 +80,6 @@ class Part:
     stop: int
 
 
-class Chunks:
-    """The boxes that a tensor was saved in, by where they begin and end in row-major order."""
-
-    def __init__(self, stored: TensorStorageMetadata) -> None:
-        self.shape = tuple(map(int, stored.size))
-        dims = len(self.shape)
-        strides = self._strides = [math.prod(self.shape[dim + 1 :]) for dim in range(dims)]
-        # A row for each box: there may be a million of them, and few are looked at.
-        offsets = torch.tensor([chunk.offsets for chunk in stored.chunks], dtype=torch.int64)
-        sizes = torch.tensor([chunk.sizes for chunk in stored.chunks], dtype=torch.int64)
-        count = len(stored.chunks)
-        offsets, sizes = offsets.view(count, dims), sizes.view(count, dims)
-        filled = (sizes > 0).all(dim=1)
-        offsets, sizes = offsets[filled], sizes[filled]
-        steps = torch.tensor(strides, dtype=torch.int64)
-        firsts = (offsets * steps).sum(dim=1)
-        lasts = firsts + ((sizes - 1) * steps).sum(dim=1)
-        by_last = lasts.argsort(stable=True)
-        order = by_last[firsts[by_last].argsort(stable=True)]
-        self._offsets, self._sizes = offsets[order].tolist(), sizes[order].tolist()
-        self._firsts: list[int] = firsts[order].tolist()
-        # Where all boxes up to this one have ended: those before are passed over.
-        self._ends: list[int] = list(itertools.accumulate(lasts[order].tolist(), max))
-
-    def overlapping(self, box: Box) -> Iterator[tuple[Box, Box]]:
-        """Each saved box that has elements of `box`, and those elements (offsets in the tensor)."""
-        if not box.numel:
-            return
-        first = sum(o * s for o, s in zip(box.offsets, self._strides, strict=True))
-        last = first + sum((n - 1) * s for n, s in zip(box.sizes, self._strides, strict=True))
-        begin = bisect.bisect_left(self._ends, first)
-        end = bisect.bisect_right(self._firsts, last)
-        for number in range(begin, end):
-            saved = Box(tuple(self._offsets[number]), tuple(self._sizes[number]))
-            both = saved.overlap(box)
-            if both is not None:
-                yield saved, both
-
-
 class _Planner(DefaultLoadPlanner):
     """Where what is read goes; plans nothing."""
 
@@ -152,6 +111,7 @@ class Checkpoint:
 
     Attributes:
         metadata: DCP's.
+        metadata_nbytes: that were read for it: with an index those of that alone.
         entries: key -> its storage metadata.
         tensors: those of tensors.
         checksum: algorithm of the checksums; None where there are none.
@@ -184,6 +144,7 @@ class Checkpoint:
         )
         self.stats = Stats()
         self.metadata: Metadata = reader.read_metadata()
+        self.metadata_nbytes = reader.stats.bytes
         self.entries: dict[str, Any] = dict(self.metadata.state_dict_metadata)
         self.tensors: dict[str, TensorStorageMetadata] = {
             key: stored
@@ -195,7 +156,7 @@ class Checkpoint:
         if verify and self.checksum is not None:
             self._checksum = checksum_named(self.checksum)
         reader.set_up_storage_reader(self.metadata, False)
-        self._chunks: dict[str, Chunks] = {}
+        self._chunks: dict[str, ChunkTable] = {}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -230,10 +191,10 @@ class Checkpoint:
         """Bytes of a tensor's elements."""
         return math.prod(self.shape(key)) * self.dtype(key).itemsize
 
-    def chunks(self, key: str) -> Chunks:
+    def chunks(self, key: str) -> ChunkTable:
         """The boxes that a tensor was saved in."""
         if key not in self._chunks:
-            self._chunks[key] = Chunks(self.tensors[key])
+            self._chunks[key] = chunk_table(self.tensors[key])
         return self._chunks[key]
 
     def sizes(self) -> dict[str, int]:
@@ -264,14 +225,14 @@ class Checkpoint:
             self._reader.read_data(LoadPlan(items), _Planner(wants))
 
     def _items(self, number: int, want: Want) -> Iterator[ReadItem]:
-        for saved, both in self.chunks(want.key).overlapping(want.box):
+        for found in self.chunks(want.key).overlapping(want.box.offsets, want.box.sizes):
             yield ReadItem(
                 type=LoadItemType.TENSOR,
                 dest_index=MetadataIndex(str(number)),
-                dest_offsets=torch.Size(_minus(both, want.box)),
-                storage_index=MetadataIndex(want.key, torch.Size(saved.offsets)),
-                storage_offsets=torch.Size(_minus(both, saved)),
-                lengths=torch.Size(both.sizes),
+                dest_offsets=_minus(found.offsets, want.box.offsets),
+                storage_index=MetadataIndex(want.key, torch.Size(found.saved), found.number),
+                storage_offsets=_minus(found.offsets, found.saved),
+                lengths=torch.Size(found.sizes),
             )
 
     def read_box(self, key: str, box: Box) -> torch.Tensor:
@@ -419,8 +380,8 @@ def cut(tensors: Iterable[tuple[str, int, int]], window: int) -> Iterator[list[P
         yield parts
 
 
-def _minus(box: Box, origin: Box) -> tuple[int, ...]:
-    return tuple(a - b for a, b in zip(box.offsets, origin.offsets, strict=True))
+def _minus(offsets: Sequence[int], origin: Sequence[int]) -> torch.Size:
+    return torch.Size([a - b for a, b in zip(offsets, origin, strict=True)])
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_fsdp_osd.layout.geometry import Box
+from dcp_fsdp_osd.storage.chunks import ChunkTable
 from dcp_fsdp_osd.storage.foreign import HEAD_BYTES, TAIL_BYTES
 from dcp_fsdp_osd.storage.memory import DTYPE_NAMES
 from dcp_fsdp_osd.storage.metadata import KIND_TENSOR, EntryInfo, metadata_name
@@ -122,7 +123,8 @@ def requests_of(
         [fetch.end - fetch.start for fetch in planned.fetches], reads.metadata_nbytes, pace
     )
     begin = pace.seconds(0, reads.metadata_nbytes)
-    found = [Request(0.0, begin, 0, metadata_name(), 0, reads.metadata_nbytes, ())]
+    offset = max(reads.metadata_file_nbytes - reads.metadata_nbytes, 0)  # an index is at the end
+    found = [Request(0.0, begin, 0, metadata_name(), offset, reads.metadata_nbytes, ())]
     for fetch, keys, (start, end, lane) in zip(planned.fetches, planned.keys, times, strict=True):
         nbytes = fetch.end - fetch.start
         found.append(Request(start, end, lane, fetch.name, fetch.start, nbytes, keys))
@@ -157,6 +159,7 @@ class _Guessed(Index):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint.metadata)
+        self._tensors = checkpoint.tensors
         self._dtypes = {key: checkpoint.dtype(key) for key in checkpoint.tensors}
 
     def entry(self, index: MetadataIndex) -> EntryInfo:
@@ -167,13 +170,19 @@ class _Guessed(Index):
         nbytes = math.prod(self.sizes(index)) * dtype.itemsize
         if nbytes >= info.length:
             return info
-        return replace(
-            info,
-            kind=KIND_TENSOR,
-            payload=min(_HEADER, info.length - nbytes - 1),
-            nbytes=nbytes,
-            dtype=DTYPE_NAMES[dtype],
+        name, begin, length = info.name, info.offset, info.length
+        payload = min(_HEADER, length - nbytes - 1)
+        return EntryInfo(
+            name, begin, length, KIND_TENSOR, None, payload, nbytes, DTYPE_NAMES[dtype]
         )
+
+    def sizes(self, index: MetadataIndex) -> tuple[int, ...]:
+        if index.index is None:
+            return super().sizes(index)
+        chunks = self._tensors[index.fqn].chunks  # of which it is one by construction
+        if isinstance(chunks, ChunkTable):
+            return chunks.at(index.index)[1]
+        return tuple(chunks[index.index].sizes)
 
 
 class Reads:
@@ -181,6 +190,7 @@ class Reads:
 
     Attributes:
         metadata_nbytes: that are read before all else.
+        metadata_file_nbytes: of all of the file that they are read of.
     """
 
     def __init__(self, checkpoint: Checkpoint, keys: Mapping[str, Sequence[str]]) -> None:
@@ -190,9 +200,10 @@ class Reads:
         self._ours = hasattr(checkpoint.metadata, "dcp_fsdp_osd")
         self._planner = DefaultLoadPlanner()
         self._cut_alike: dict[str, list[list[str]]] = {}
-        session = checkpoint.session
-        self.metadata_nbytes = checkpoint.call(lambda: session.store.size(metadata_name()), "size")
-        self._gap = session.store.limits.gap
+        store = checkpoint.session.store
+        self.metadata_nbytes = checkpoint.metadata_nbytes
+        self.metadata_file_nbytes = checkpoint.call(lambda: store.size(metadata_name()), "size")
+        self._gap = store.limits.gap
 
     def plan(self, boxes: Iterable[tuple[str, Box]]) -> Planned:
         """The requests for boxes of parameters, and for all state that is sharded alike."""
@@ -222,12 +233,12 @@ class Reads:
 
     def _items(self, fqn: str, box: Box) -> Iterator[ReadItem]:
         for keys in self._alike(fqn):
-            for saved, both in self._checkpoint.chunks(keys[0]).overlapping(box):
-                at = torch.Size(saved.offsets)
-                offsets = torch.Size([a - b for a, b in zip(both.offsets, at, strict=True)])
-                lengths = torch.Size(both.sizes)
+            for found in self._checkpoint.chunks(keys[0]).overlapping(box.offsets, box.sizes):
+                at = torch.Size(found.saved)
+                offsets = torch.Size([a - b for a, b in zip(found.offsets, at, strict=True)])
+                lengths = torch.Size(found.sizes)
                 for key in keys:
-                    index = MetadataIndex(key, at)
+                    index = MetadataIndex(key, at, found.number)
                     yield ReadItem(LoadItemType.TENSOR, index, _NOWHERE, index, offsets, lengths)
 
     def _alike(self, fqn: str) -> list[list[str]]:

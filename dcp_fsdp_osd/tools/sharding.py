@@ -1,5 +1,5 @@
 """What each rank of a world would hold of the parameters of a checkpoint: from its metadata alone,
-by simulated layouts (``layout.simulate``).
+by simulated layouts (``layout.Unit``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_fsdp_osd.errors import StorageError
-from dcp_fsdp_osd.layout.flat import ParamKind, ParamLayout, simulate, units_of
+from dcp_fsdp_osd.layout.flat import ParamKind, ParamLayout, units_of
 from dcp_fsdp_osd.layout.geometry import Box, boxes_of_interval
 from dcp_fsdp_osd.storage.unpack import Index
 from dcp_fsdp_osd.tools.describe import fqn_and_state
@@ -59,7 +59,7 @@ class Sharding:
         if not self._shapes:
             raise StorageError(f"{checkpoint.url} has no tensor that would be sharded")
         modules = wrapped_modules(self._shapes, wrapped)
-        self._units, self._outside = units_of(self._shapes, ("", *modules))
+        self._units, _ = units_of(self._shapes, ("", *modules))  # none is outside of the root
 
     @property
     def units(self) -> int:
@@ -69,8 +69,8 @@ class Sharding:
         """What a rank holds, by FQN."""
         if self.layout == "fsdp2":
             return list(_rows(self._shapes, self.world_size, rank))
-        held = simulate(self._units, self._outside, world_size=self.world_size, rank=rank)
-        return [each for param in held.params for each in _flat(param)]
+        held = (each for unit in self._units for each in unit.local_params(self.world_size, rank))
+        return [each for param in held for each in _flat(param)]
 
 
 def wrapped_modules(fqns: Iterable[str], patterns: Iterable[str] | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,16 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.layout import simulate, units_of
 from dcp_fsdp_osd.layout.geometry import Box
+from dcp_fsdp_osd.storage.metadata import (
+    KIND_TENSOR,
+    EntryInfo,
+    dump_metadata,
+    fill_metadata,
+)
+from dcp_fsdp_osd.storage.reader import StreamingReader
 from dcp_fsdp_osd.tools import Checkpoint, diagnose, forecast
 from dcp_fsdp_osd.tools.opened import Want
+from dcp_fsdp_osd.tools.reads import requests_of
 from dcp_fsdp_osd.tools.sharding import wrapped_modules
 from tests.servers import EmbeddedS3
 from tests.storage.fakes import Script
@@ -147,8 +156,9 @@ def test_plan_says_what_is_wrong(blocks: Path, tmp_path: Path) -> None:
     assert run("plan", path, "--world-size", 2).exit_code == 0  # of which it reads no byte
 
 
-def write_large(path: Path, *, layers: int, ranks: int) -> None:
-    """The metadata of a model that was saved by `ranks` ranks, each block cut into their rows."""
+def write_large(path: Path, *, layers: int, ranks: int, ours: bool = False) -> None:
+    """The metadata of a model that was saved by `ranks` ranks, each block cut into their rows; as
+    stock's writer leaves them, or ours."""
     stored: dict[str, Any] = {}
     entries: dict[Any, Any] = {}
     paths: dict[str, tuple[str, ...]] = {}
@@ -170,10 +180,17 @@ def write_large(path: Path, *, layers: int, ranks: int) -> None:
                     ends[rank] += length
                 properties = TensorProperties(dtype=torch.float32)
                 stored[key] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+    metadata = Metadata(stored, planner_data=paths, storage_data=entries)
+    if ours:
+        found = []
+        for index, info in entries.items():
+            name, begin, length = info.relative_path, info.offset, info.length
+            nbytes = length - 2048
+            entry = EntryInfo(name, begin, length, KIND_TENSOR, 7, 704, nbytes, "float32")
+            found.append((index, entry))
+        fill_metadata(metadata, found, "crc32c")
     path.mkdir()
-    (path / ".metadata").write_bytes(
-        pickle.dumps(Metadata(stored, planner_data=paths, storage_data=entries))
-    )
+    (path / ".metadata").write_bytes(dump_metadata(metadata) if ours else pickle.dumps(metadata))
 
 
 def test_thousands_of_ranks(tmp_path: Path) -> None:
@@ -186,6 +203,29 @@ def test_thousands_of_ranks(tmp_path: Path) -> None:
     total = 16 * 2 * 4 * (8192 * 8192 + 2 * 28672 * 8192)
     assert told["total_nbytes"] == pytest.approx(total, rel=0.02)
     assert told["ranks"][-1]["rank"] == 4095
+
+
+def test_of_metadata_with_an_index_ranks_read_that(tmp_path: Path) -> None:
+    """And the plan is the same as by all of the file."""
+    write_large(tmp_path / "large", layers=8, ranks=256, ours=True)
+    size = (tmp_path / "large" / ".metadata").stat().st_size
+    with Checkpoint(tmp_path / "large") as checkpoint:
+        told = forecast(checkpoint, 4096)
+        (first, *_) = requests_of(checkpoint, 4096, 7)
+    reader = StreamingReader(tmp_path / "large")
+    reader.read_metadata()
+    assert told.metadata_nbytes == reader.stats.bytes < size / 10
+    assert told.metadata_file_nbytes == size
+    assert (first.nbytes, first.offset) == (reader.stats.bytes, size - reader.stats.bytes)
+    with Checkpoint(tmp_path / "large", allow_pickle=True) as checkpoint:  # which takes it whole
+        whole = forecast(checkpoint, 4096)
+    assert whole.metadata_nbytes == size
+    for mine, other in zip(told.ranks, whole.ranks, strict=True):
+        assert replace(mine, seconds=0) == replace(other, seconds=0)
+        more = (size - told.metadata_nbytes) / 1e9
+        assert other.seconds - mine.seconds == pytest.approx(more)
+    output = run("plan", tmp_path / "large", "--world-size", 8).output
+    assert "stock's readers" in output
 
 
 # ---------------------------------------------------------------- doctor
