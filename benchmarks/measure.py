@@ -201,6 +201,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "kernel": platform.release(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
 
 
