@@ -186,13 +186,15 @@ def _participants(
         if report.digest not in of_digest:
             dtypes, cuda = report.read_places()
             items: Sequence[ReadItem] = plan.items
+            if len(items) != len(dtypes):
+                return found, report.rank
             if not (isinstance(items, SentItems) and items.proposed):
                 items = in_order(items)
                 if Participant.digest_of(items, dtypes, cuda) != report.digest:
                     return found, report.rank
             of_digest[report.digest] = items, dtypes, cuda
         items, dtypes, cuda = of_digest[report.digest]
-        if not len(plan.items) == len(items) == len(dtypes):
+        if len(plan.items) != len(items):
             return found, report.rank
         found.append(
             Participant(report.rank, report.host, can_read, items, dtypes, cuda, report.digest)
