@@ -30,6 +30,7 @@ __all__ = [
     "HAS_STAGERS",
     "HAS_STORE_CLONE",
     "LOSES_TURNS",
+    "PICKLES_SHORTLY",
     "VERSION",
     "async_kinds",
     "async_save",
@@ -97,6 +98,8 @@ needs_groups_without_rank_0 = lacks(  # 2.7
     "DCP in process groups without global rank 0",
 )
 
+PICKLES_SHORTLY = VERSION < (2, 7)
+"""``torch.save`` of a number takes less than 1 KiB: what tools show of it has another unit."""
 HAS_STAGERS = "async_stager" in inspect.signature(dcp.async_save).parameters  # 2.9 at the latest
 _HAS_KINDS = hasattr(dcp.state_dict_saver, "AsyncCheckpointerType")  # 2.7
 async_kinds = pytest.mark.parametrize(

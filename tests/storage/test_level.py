@@ -122,6 +122,7 @@ def test_a_local_path_of_long_latency(
     tmp_path: Path, said: int | None, least: int, most: int
 ) -> None:
     """Requests that wait are many at a time, as many as the user said if he did."""
+    before = set(threading.enumerate())
     state = {f"w{n}": torch.full((1 << 14,), float(n)) for n in range(60)}
     options = {"fsync": False, "part_size": 1 << 16, "concurrency": said}
     writes, reads = latency_store(0.03), latency_store(0.03)
@@ -135,4 +136,4 @@ def test_a_local_path_of_long_latency(
     assert all(torch.equal(value, state[key]) for key, value in target.items())
     assert least <= writes.most <= most
     assert least <= reads.most <= most
-    assert threading.active_count() < 10
+    assert set(threading.enumerate()) <= before
