@@ -12,7 +12,8 @@ import os
 import struct
 import uuid
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +24,14 @@ from dcp_fsdp_osd.errors import FlatOptimError, StorageError, UnsupportedTorchEr
 from dcp_fsdp_osd.storage.location import is_local, local_path
 from dcp_fsdp_osd.storage.memory import view_bytes
 from dcp_fsdp_osd.storage.redact import display_url
-from dcp_fsdp_osd.tools.opened import Checkpoint, Progress, missing_key, no_progress
+from dcp_fsdp_osd.tools.opened import (
+    WINDOW,
+    Checkpoint,
+    Part,
+    Progress,
+    missing_key,
+    no_progress,
+)
 from dcp_fsdp_osd.tree import Path as KeyPath
 from dcp_fsdp_osd.tree import dotted
 
@@ -213,17 +221,29 @@ def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]
 def _stream(
     checkpoint: Checkpoint, places: Mapping[str, int], file: BinaryIO, progress: Progress
 ) -> None:
-    """Write each tensor's elements to its place in the file."""
+    """Write each tensor's elements to its place in the file: a window while the next is read."""
     tensors = sorted(places, key=lambda name: places[name])
-    windows = checkpoint.windows(tensors)
-    buffer = checkpoint.room(windows)
+    windows = checkpoint.windows(tensors, WINDOW // 2)
+    room, other = checkpoint.room(windows), checkpoint.room(windows)
     total, done = sum(map(checkpoint.nbytes, tensors)), 0
-    for parts in windows:
-        for part, flat in zip(parts, checkpoint.read_parts(parts, buffer), strict=True):
+
+    def write(parts: Sequence[Part], read: Sequence[torch.Tensor]) -> int:
+        for part, flat in zip(parts, read, strict=True):
             at = places[part.key] + part.start * flat.element_size()
             _write(file, at, view_bytes(flat))
-            done += flat.nbytes
-        progress(done, total)
+        return sum(flat.nbytes for flat in read)
+
+    with ThreadPoolExecutor(1) as writer:
+        writing: Future[int] | None = None
+        for parts in windows:
+            read = checkpoint.read_parts(parts, room)
+            if writing is not None:  # of the other buffer, which is free afterwards
+                done += writing.result()
+                progress(done, total)
+            writing = writer.submit(write, parts, read)
+            room, other = other, room
+        if writing is not None:
+            progress(done + writing.result(), total)
 
 
 def _write(file: BinaryIO, at: int, data: memoryview) -> None:
