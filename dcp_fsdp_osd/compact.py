@@ -108,24 +108,70 @@ _FILTERS: list[dict[str, int]] = [  # LZMA2, of text, with no more memory than t
 ]
 
 
+_RUNS = 8
+
+
+class _Codes:
+    """Numbers for strings, that repeat where lists of strings do, and so compress to little.
+
+    Names come in the same order again and again: of entries, of their paths, of parameters.  So a
+    string is not named by its number, which is another one each time, but 0 if it is a new one, and
+    ``1 + k`` if it comes after the one at which the ``k``-th of some runs has arrived.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._runs: list[int] = []  # where each has arrived, the oldest first
+
+    def code(self, number: int) -> int:
+        """Of the string of that number; the next ones are new."""
+        if number == self._count:
+            self._count += 1
+            return 0
+        for k, at in enumerate(self._runs):
+            if at + 1 == number:
+                self._runs[k] = number
+                return 1 + k
+        self._begin(number)
+        return 1 + _RUNS + number
+
+    def number(self, code: int) -> int:
+        """What :meth:`code` was given."""
+        if code == 0:
+            self._count += 1
+            return self._count - 1
+        if code <= _RUNS:
+            self._runs[code - 1] += 1
+            return self._runs[code - 1]
+        number = code - 1 - _RUNS
+        self._begin(number)
+        return number
+
+    def _begin(self, number: int) -> None:
+        if number not in self._runs:
+            self._runs = [*self._runs[1 - _RUNS :], number]
+
+
 class _Strings(pickle.Pickler):
     """Each string once, and aside, whichever object it is."""
 
     def __init__(self, file: io.BytesIO, known: dict[str, int]) -> None:
         super().__init__(file, 5)
-        self._known = known
+        self._known, self._codes = known, _Codes()
 
     def persistent_id(self, obj: Any) -> int | None:
-        return self._known.setdefault(obj, len(self._known)) if type(obj) is str else None
+        if type(obj) is not str:
+            return None
+        return self._codes.code(self._known.setdefault(obj, len(self._known)))
 
 
 class _Stringless(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, strings: Sequence[str]) -> None:
         super().__init__(file)
-        self._strings = strings
+        self._strings, self._codes = strings, _Codes()
 
     def persistent_load(self, pid: int) -> str:
-        return self._strings[pid]
+        return self._strings[self._codes.number(pid)]
 
 
 def dump_strings(value: Any) -> tuple[bytes, str]:

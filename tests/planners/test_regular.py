@@ -401,6 +401,7 @@ def test_boxes_that_do_not_fit(bad: str, ranks_of_it: tuple[int, ...], every: bo
 # ---------------------------------------------------------------- what travels
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_items_come_out_as_they_went_in(data: Any) -> None:
     """Whatever they are: runs, parts of runs, boxes in any order, with hints or without."""
