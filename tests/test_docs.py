@@ -36,7 +36,8 @@ NOT_RUN: dict[str, list[str]] = {
         "this code"
     ],
     "docs/trainers/torchtitan.md": [
-        "torchtitan's pins (fsspec) exclude those of the tests; it was run by hand, see below"
+        "torchtitan's pins (fsspec) exclude those of the tests; tests/trainers/test_torchtitan.py "
+        "runs this code where it is installed"
     ],
 }
 """The blocks that are not run, by page: their reasons, as the pages give them."""
