@@ -304,20 +304,25 @@ class _Stream:
         name = b"ub" + self.kind(_StorageInfo) + b")\x81}(" + text("relative_path")
         length = text("length")
 
+        last, known = "", b""  # entries of one file follow one another
+
         def put_entry(index: MetadataIndex, entry: EntryInfo) -> None:
+            nonlocal last, known
+            place, in_file, kind, crc = index.offset, entry.name, entry.kind, entry.crc
             made = fqn + (texts.get(index.fqn) or text(index.fqn)) + offset
-            if index.offset is None:
-                made += b"N"
+            made += b"N" if place is None else sizes.get(place) or size(place)
+            made += hint + (b"N" if index.index is None else number(index.index)) + name
+            if in_file is last:
+                made += known
             else:
-                made += sizes.get(index.offset) or size(index.offset)
-            made += hint + (b"N" if index.index is None else number(index.index))
-            made += name + (texts.get(entry.name) or text(entry.name)) + offset
-            made += number(entry.offset) + length + number(entry.length)
-            if entry.kind is not None:
+                made += texts.get(in_file) or text(in_file)
+                last, known = in_file, texts[in_file]
+            made += offset + _number(entry.offset) + length + number(entry.length)
+            if kind is not None:
                 # Not among those above: the first entry may have been without.
-                made += text(ATTRIBUTE) + (b"(" if entry.kind == KIND_TENSOR else b"")
-                made += number(entry.kind) + (b"N" if entry.crc is None else number(entry.crc))
-                if entry.kind == KIND_TENSOR:
+                made += text(ATTRIBUTE) + (b"(" if kind == KIND_TENSOR else b"")
+                made += number(kind) + (b"N" if crc is None else _number(crc))
+                if kind == KIND_TENSOR:
                     made += number(entry.payload) + number(entry.nbytes)
                     made += (texts.get(entry.dtype) or text(entry.dtype)) + b"t"
                 else:
@@ -346,6 +351,8 @@ def _number(value: int) -> bytes:
         return b"M" + struct.pack("<H", value)
     if -(1 << 31) <= value < 1 << 31:
         return b"J" + struct.pack("<i", value)
+    if 0 < value < 1 << 39:  # a CRC, an offset
+        return b"\x8a\x05" + struct.pack("<Q", value)[:5]
     data = pickle.encode_long(value)
     if len(data) > 255:
         raise ValueError(f"expected numbers of less than 256 bytes, found one of {len(data)}")

@@ -154,7 +154,7 @@ def _numbers(
     # A box without elements may begin where another one does: they have one entry.
     if len(entries) != len(offsets):
         return None
-    numbers: list[int] = []
+    numbers = array("q")
     for entry in found:
         if (
             entry is None
@@ -162,11 +162,13 @@ def _numbers(
             or (entry.kind == KIND_TENSOR) > (entry.dtype == dtype)
         ):
             return None
-        numbers += (
+        numbers.extend((
             files[entry.name], entry.offset, entry.length, entry.kind, entry.payload, entry.nbytes,
             NONE if entry.crc is None else entry.crc,
-        )  # fmt: skip
-    return torch.tensor(numbers, dtype=torch.int64).view(-1, ENTRY).t()
+        ))  # fmt: skip
+    if not numbers:
+        return torch.empty((ENTRY, 0), dtype=torch.int64)
+    return torch.frombuffer(numbers, dtype=torch.int64).view(-1, ENTRY).t()
 
 
 def _blocks(
