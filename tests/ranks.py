@@ -207,10 +207,12 @@ class RankPool:
 
     :func:`run_ranks` has one; another is for calls that end their workers, or run beside others.
     With `lasting`, workers are kept that have a thread more than before; the caller looks at that.
+    `group_timeout` is the time limit of a collective, seconds.
     """
 
-    def __init__(self, *, lasting: bool = False) -> None:
+    def __init__(self, *, lasting: bool = False, group_timeout: float = GROUP_TIMEOUT) -> None:
         self._lasting = lasting
+        self._group_timeout = group_timeout
         self._workers: list[_Worker] = []
         self._calls = 0
         self._folder: Path | None = None
@@ -226,7 +228,7 @@ class RankPool:
         clean = False  # an interrupt may leave at any point
         try:
             for worker in workers:
-                worker.send("call", world_size, payload, store)
+                worker.send("call", world_size, payload, store, self._group_timeout)
             results, failures = self._collect(workers, time.monotonic() + timeout, "run")
             logs = _logs(workers) if failures else ""
             if not _lost(failures):
@@ -255,7 +257,7 @@ class RankPool:
         """Close the process groups.  Returns whether all are clean, and who failed at it."""
         for worker in workers:
             worker.send("finish")
-        cleaned, failures = self._collect(workers, time.monotonic() + GROUP_TIMEOUT, "finish")
+        cleaned, failures = self._collect(workers, time.monotonic() + self._group_timeout, "finish")
         return not failures and (self._lasting or all(cleaned.values())), failures
 
     def _collect(
@@ -267,6 +269,7 @@ class RankPool:
         by_pipe = {worker.pipe: worker for worker in workers}
         waiting = set(by_pipe)
         grace = None
+        released: set[int] = set()
         while waiting:
             until = deadline if grace is None else min(deadline, grace)
             ready = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
@@ -290,10 +293,13 @@ class RankPool:
                 failures.update({worker.rank: worker.hung(doing) for worker in hung})
                 break
             if waiting and grace is not None and now >= grace:
-                for worker in workers:  # those that wait for a failed rank now fail too
-                    if worker.rank in failures:
+                # Those that wait for a failed rank now fail too, and then those that wait for them:
+                # ranks of a subgroup need not know of who failed first.
+                for worker in workers:
+                    if worker.rank in failures and worker.rank not in released:
                         worker.send("release")
-                grace = deadline
+                        released.add(worker.rank)
+                grace = now + 0.5
         if _lost(failures):
             for worker in workers:
                 worker.kill()
@@ -375,7 +381,7 @@ def _listen(pipe: connection.Connection, orders: queue.SimpleQueue[tuple[Any, ..
         os.killpg(0, signal.SIGKILL)
 
 
-def _call(rank: int, world_size: int, payload: bytes, store: str) -> bytes:
+def _call(rank: int, world_size: int, payload: bytes, store: str, group_timeout: float) -> bytes:
     """Run one call; the answer, pickled: ``(True, result)`` or ``(False, RankFailure)``."""
     import torch
     import torch.distributed as dist
@@ -389,7 +395,7 @@ def _call(rank: int, world_size: int, payload: bytes, store: str) -> bytes:
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=GROUP_TIMEOUT),
+            timeout=timedelta(seconds=group_timeout),
         )
         return pickle.dumps((True, fn(rank, world_size, *args)))
     except BaseException as error:

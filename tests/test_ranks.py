@@ -159,6 +159,21 @@ def test_a_rank_that_waits_for_a_failed_one_is_told() -> None:
     assert run_ranks(_fail_on, 2, -1) == [0, 1]
 
 
+def _wait_in_a_chain(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([first, first + 1]) for first in range(world_size - 1)]
+    if rank == 0:
+        raise ValueError
+    dist.all_reduce(torch.ones(1), group=groups[rank - 1])
+
+
+def test_ranks_that_wait_for_those_that_wait_for_a_failed_one_fail_too() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(_wait_in_a_chain, 4)
+    assert caught.value.types == {0: "ValueError", **dict.fromkeys((1, 2, 3), "RuntimeError")}
+    assert time.monotonic() - start < GRACE + 20
+
+
 def test_a_hang_is_killed_within_the_limit_and_the_next_call_works(tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
     run_ranks(_pid, 2)
