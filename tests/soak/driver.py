@@ -30,8 +30,10 @@ from tests.soak.striking import aimed, fallen
 
 __all__ = ["Account", "Soak", "soak"]
 
-TIMEOUT = 120.0
+TIMEOUT = 240.0
 """Seconds of one call on all ranks; who is not back by then hangs."""
+GROUP_TIMEOUT = 100.0
+"""Of a collective, seconds: a busy machine lets one rank wait for half a minute."""
 _SAMPLE_EVERY = 5  # rounds
 
 
@@ -624,7 +626,8 @@ def _different(expected: Digest, found: Digest, *, whole: bool = True) -> str:
 @contextlib.contextmanager
 def soak(folder: Path, *, world: int, log: TextIO | None = None) -> Iterator[Soak]:
     """Servers and ranks for rounds; all of them end with the block."""
-    lasting, dying = RankPool(lasting=True), RankPool()
+    lasting = RankPool(lasting=True, group_timeout=GROUP_TIMEOUT)
+    dying = RankPool(group_timeout=GROUP_TIMEOUT)
     with s3_server(memory=4 << 30) as s3, fault_proxy(s3) as proxy:
         try:
             yield Soak(folder, s3, proxy, world=world, lasting=lasting, dying=dying, log=log)
