@@ -83,6 +83,7 @@ class Fetcher:
         checksum: Checksum | None,
         allow_pickle: bool,
         max_inflight: int,
+        gap: int | None,
         stall: float,
         progress: bool,
     ) -> None:
@@ -96,6 +97,7 @@ class Fetcher:
         self._stall = stall
         self._progress = progress
         self._limits = session.store.limits
+        self._gap = self._limits.gap if gap is None else gap
         # A sixteenth is left for the alignment of what is staged, and for headers and trailers.
         room = (max_inflight - max_inflight // 16) // (1 + self._limits.read_copies)
         self._limit = max(min(READ_BYTES, room) // GRAIN * GRAIN, GRAIN)
@@ -139,7 +141,7 @@ class Fetcher:
             fetches = [
                 fetch
                 for part in (wanted.first, wanted.rest)
-                for fetch in coalesce(part, max_gap_bytes=self._limits.gap, max_bytes=self._limit)
+                for fetch in coalesce(part, max_gap_bytes=self._gap, max_bytes=self._limit)
             ]
             for file_range in itertools.chain.from_iterable(fetch.ranges for fetch in fetches):
                 entry = self._entries[file_range.entry]
@@ -189,7 +191,7 @@ class Fetcher:
                     start = part.start - fetch.start
                     found[part.entry][part.origin] = data[start : start + part.end - part.start]
 
-        for fetch in coalesce(ends, max_gap_bytes=self._limits.gap, max_bytes=self._limit):
+        for fetch in coalesce(ends, max_gap_bytes=self._gap, max_bytes=self._limit):
             count = (fetch.end - fetch.start) * (1 + self._limits.read_copies)
             while not self._budget.try_acquire(count):
                 collect(self._pool.wait_for_one(count, self._budget))

@@ -70,6 +70,10 @@ class StreamingReader(HasRole, StorageReader):
         max_inflight_bytes: bound of the buffers held by this rank, 4 MiB at least: the client's
             copies, and staging for destinations that bytes cannot land in.  A byte item or a tensor
             that only ``torch.load`` can read is held whole, whatever its size.
+        max_gap_bytes: ranges of a file this close together are read as one request (of 8 MiB at
+            most), with what lies between them, which is thrown away; by default 128 KiB for URLs
+            and 4 KiB for local paths.  More makes fewer requests of more bytes, for services that
+            limit requests, where thousands of ranks load what another layout has saved.
         verify: check all that is read against the checksums that StreamingWriter left; reads are
             extended to whole blocks of 16 KiB to 1 MiB.  Entries of stock DCP have none.
         allow_pickle: unpickle whatever metadata and byte items name.  Runs code of the
@@ -102,6 +106,7 @@ class StreamingReader(HasRole, StorageReader):
         *,
         concurrency: int | None = None,
         max_inflight_bytes: int = 256 << 20,
+        max_gap_bytes: int | None = None,
         verify: bool = True,
         allow_pickle: bool = False,
         backend: Backend = "auto",
@@ -113,7 +118,9 @@ class StreamingReader(HasRole, StorageReader):
     ) -> None:
         super().__init__()
         check_path(path_or_url)
-        check_positive(concurrency=concurrency, stall_seconds=stall_seconds)
+        check_positive(
+            concurrency=concurrency, stall_seconds=stall_seconds, max_gap_bytes=max_gap_bytes
+        )
         if max_inflight_bytes < 4 << 20:
             raise ValueError(
                 f"expected max_inflight_bytes to be 4 MiB ({4 << 20}) at least, found "
@@ -128,6 +135,7 @@ class StreamingReader(HasRole, StorageReader):
             retry=retry,
         )
         self._max_inflight = max_inflight_bytes
+        self._gap = max_gap_bytes
         self._verify = verify
         self._allow_pickle = allow_pickle
         self._group = process_group
@@ -288,6 +296,7 @@ class StreamingReader(HasRole, StorageReader):
             checksum=self._checksum(self._metadata),
             allow_pickle=self._allow_pickle,
             max_inflight=self._max_inflight,
+            gap=self._gap,
             stall=self._stall,
             progress=self._progress,
         )

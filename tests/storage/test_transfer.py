@@ -419,6 +419,29 @@ def test_many_small_runs_stay_within_the_memory(tmp_path: Path) -> None:
     assert reader.stats.peak_inflight <= 4 << 20
 
 
+def test_requests_are_fewer_where_gaps_may_be_longer(tmp_path: Path) -> None:
+    """Every other tensor of a file, the last of which is larger than a request."""
+    torch.manual_seed(1)
+    state = {f"t{n:02}": torch.rand(30_000) for n in range(40)}
+    state["t40"] = torch.rand(3 << 20)
+    dcp.save(dict(state), storage_writer=StreamingWriter(tmp_path / "c"))
+    wanted = {
+        name: tensor for number, (name, tensor) in enumerate(state.items()) if number % 2 == 0
+    }
+    requests = {}
+    for gap in (None, 1 << 17, 4 << 20):
+        found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+        limit = 8 << 20
+        reader = StreamingReader(tmp_path / "c", max_gap_bytes=gap, max_inflight_bytes=limit)
+        dcp.load(found, storage_reader=reader)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert reader.stats.peak_inflight <= limit
+        requests[gap] = reader.stats.requests
+    assert requests[None] >= 20 > requests[1 << 17] > requests[4 << 20] < 8
+    with pytest.raises(ValueError, match="positive"):
+        StreamingReader(tmp_path / "c", max_gap_bytes=0)
+
+
 def test_limits_that_cannot_be_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="4 MiB"):
         StreamingReader(tmp_path, max_inflight_bytes=1000)
