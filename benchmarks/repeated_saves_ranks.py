@@ -18,6 +18,8 @@ from benchmarks.repeated_saves import Rank, llama
 from dcp_fsdp_osd import StreamingWriter
 from dcp_fsdp_osd.layout import simulate
 
+__all__ = ["NoPlanner", "NoWriter"]
+
 
 @dataclass(frozen=True)
 class Job:
@@ -28,7 +30,7 @@ class Job:
     flat: bool
 
 
-class _NoPlanner(SavePlanner):
+class NoPlanner(SavePlanner):
     """Plans nothing: what is left of a save are DCP's own collectives, of next to no bytes."""
 
     def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
@@ -47,7 +49,7 @@ class _NoPlanner(SavePlanner):
         raise NotImplementedError
 
 
-class _NoWriter(StorageWriter):
+class NoWriter(StorageWriter):
     """Writes nothing."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -83,7 +85,7 @@ def _run(job: Job) -> list[dict[str, float]]:
         writer = StreamingWriter(f"{job.path}/step-{step}", fsync=False)
         dist.barrier()
         start = time.perf_counter()
-        dcp.save({}, storage_writer=_NoWriter(), planner=_NoPlanner())
+        dcp.save({}, storage_writer=NoWriter(), planner=NoPlanner())
         floor = time.perf_counter() - start
         dist.barrier()
         start = time.perf_counter()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import exchange, repeated_saves, stock_vs_ours
+from benchmarks.io_shape import Layout, Saved, rows_of, shape_of
+from benchmarks.model import Machine, Work, load_seconds, save_seconds
 
 
 @pytest.mark.slow
@@ -91,3 +95,87 @@ def test_repeated_saves(
     if "--real" in options:
         assert [save["whole"] > save["plan"] > 0 for save in document["real"]] == [True] * 6
     assert "16 ranks, save 3" in capsys.readouterr().out
+
+
+_MACHINE = Machine(
+    write=100.0, read=200.0, rank_link=40.0, request=0.5, parallel=4, commit=3,
+    hashing=50.0, cores=2, network=1000.0, nothing=1.0, each=0.1, hop=0.01,
+)  # fmt: skip
+_WORK = Work(
+    ranks=8, state=800.0, own=0.25, load_own=0.5, coordinator=2.0, load_coordinator=3.0,
+    results=0.5, metadata=0.75, up=30.0, down=20.0, told=75.0, load_up=100.0, load_down=25.0,
+    file=80.0, index=40.0, requests=2, load_requests=9, replicas=2,
+)  # fmt: skip
+
+
+def test_the_model_adds_up_what_ranks_wait_for() -> None:
+    collectives = 1.0 + 8 * 0.1 + 3 * 0.01
+    assert save_seconds(_MACHINE, _WORK) == pytest.approx(
+        {
+            "collectives": collectives,
+            "messages": 8 * 125 / 1000,
+            "own": 0.25 * 8 / 2,
+            "coordinator": 2.5,
+            "metadata": 0.75 + 3 * 0.5 + 80 / 40,
+            "data": 800 / 100 + 800 / 50 / 2,
+        }
+    )
+    assert load_seconds(_MACHINE, _WORK) == pytest.approx(
+        {
+            "collectives": collectives,
+            "messages": 8 * 125 / 1000,
+            "own": 0.5 * 8 / 2,
+            "coordinator": 3.0,
+            "metadata": 2 * 0.5 + 40 / 40 + 3 * 40 / 1000,
+            "data": 800 / 200 + 800 / 50 / 2,
+            "exchange": 100 / 1000,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "work", "seconds"),
+    [
+        ({}, {}, 800 / 200),
+        ({"rank_link": 10.0}, {}, 100 / 10),  # its own link
+        ({}, {"load_requests": 41}, 11 * 0.5),  # four at a time
+        ({"cores": 0, "hashing": 10.0}, {}, 4 + 10),  # each rank hashes its own
+    ],
+)
+def test_data_are_as_slow_as_what_is_slowest(machine: dict, work: dict, seconds: float) -> None:
+    machine = {"hashing": float("inf"), **machine}
+    found = load_seconds(replace(_MACHINE, **machine), replace(_WORK, **work))
+    assert found["data"] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-whole", "fsdp2"])
+def test_who_holds_a_piece_is_who_has_it(kind: str) -> None:
+    for world in (3, 8):
+        layout = Layout(kind, "tiny", world)
+        held = [(piece, rank) for rank in range(world) for piece in layout.pieces(rank)]
+        for fqn, shape in layout.shapes.items():
+            numel = math.prod(shape)
+            for start, stop in ((0, numel), (numel // 3, numel // 3 + 1)):
+                holders = {
+                    rank
+                    for (name, begin, end), rank in held
+                    if name == fqn and max(begin, start) < min(end, stop)
+                }
+                assert set(layout.holders((fqn, start, stop))) == holders
+
+
+def test_io_shape_of_a_tiny_model() -> None:
+    block, rows = Layout("fsdp1", "tiny", 8), Layout("fsdp2", "tiny", 8)
+    same = shape_of(block, block, gap=1 << 17)
+    assert (same["files"], same["opened"], same["readers"], same["all"]) == (8, 1, 1, 8)
+    assert same["requests"] == same["worst"] == same["least"] == 1
+    other = shape_of(block, rows, gap=0)
+    assert other["worst"] > other["opened"] > 1 and other["readers"] == 8
+    numel = sum(map(math.prod, block.shapes.values()))
+    saved = Saved(block)
+    assert sum(saved.reads(rows, rank, 0)[3] for rank in range(8)) == 3 * 4 * numel
+    assert [row["loaded by"] for row in rows_of("tiny", 8, 0)][:3] == [
+        "8 fsdp1",
+        "4 fsdp1",
+        "16 fsdp1",
+    ]
