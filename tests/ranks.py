@@ -294,10 +294,13 @@ class RankPool:
                 break
             if waiting and grace is not None and now >= grace:
                 # Those that wait for a failed rank now fail too, and then those that wait for them:
-                # ranks of a subgroup need not know of who failed first.
+                # ranks of a subgroup need not know of who failed first.  Where a rank has died, all
+                # workers are thrown away, and those that failed end at once: something (a model)
+                # may hold a group that was closed, so that others go on waiting for it.
+                order = "end" if _lost(failures) else "release"
                 for worker in workers:
                     if worker.rank in failures and worker.rank not in released:
-                        worker.send("release")
+                        worker.send(order)
                         released.add(worker.rank)
                 grace = now + 0.5
         if _lost(failures):
@@ -365,6 +368,8 @@ def _worker(rank: int, pipe: connection.Connection, log: str, stacks: str) -> No
         pipe.send_bytes(_call(rank, *order[1:]))
         while order[0] != "finish":
             order = orders.get()
+            if order[0] == "end":
+                os._exit(1)
             _close_groups()
         pipe.send_bytes(_clean_up(rank, before))
         if len(sys.modules) > modules:  # likewise what a call imported; its garbage is gone
