@@ -13,8 +13,8 @@ in requests of 8 MiB, one for each file at least.  ``opened``: files that one ra
 ``readers``: ranks that read the same file, the most.  ``all``: requests of all ranks together.
 
 Left out: what all ranks want alike and one reads (scalars, groups), and the metadata.  Of large
-worlds some ranks are planned: the first and the last, those that hold the first and the last
-block's norms, others evenly spaced.
+worlds some ranks are planned: evenly spaced ones, which stand for all in ``requests``, ``all`` and
+``read / needed``, the first and the last, and those that hold the first and the last block's norms.
 """
 
 from __future__ import annotations
@@ -249,9 +249,11 @@ def _range(entry: _Entry, first: int, last: int) -> FileRange:
 def shape_of(source: Layout, target: Layout, *, gap: int) -> dict[str, Any]:
     """A row of the table."""
     saved = Saved(source)
-    found = [saved.reads(target, rank, gap) for rank in _some(target)]
+    by_rank = {rank: saved.reads(target, rank, gap) for rank in _some(target)}
+    found = list(by_rank.values())
+    even = [by_rank[rank] for rank in _even(target)]
     requests = [each[0] for each in found]
-    worst = max(found)
+    worst = max(found, key=lambda each: each[0])
     sizes = [saved.sizes(rank) for rank in _some(source)]
     return {
         "model": source.model,
@@ -259,21 +261,27 @@ def shape_of(source: Layout, target: Layout, *, gap: int) -> dict[str, Any]:
         "loaded by": str(target),
         "files": round(source.world * statistics.mean(map(len, sizes))),
         "MiB of a file": round(statistics.mean(s for each in sizes for s in each) / 2**20, 2),
-        "requests": statistics.median(requests),
+        "requests": statistics.median(each[0] for each in even),
         "worst": max(requests),
         "least": max(len(worst[1]), -(-worst[3] // _PART)),
         "opened": max(len(each[1]) for each in found),
         "readers": max(saved.readers(target, rank) for rank in _some(source)),
-        "all": round(statistics.mean(requests) * target.world),
-        "read / needed": sum(each[2] for each in found) / max(sum(each[3] for each in found), 1),
+        "all": round(statistics.mean(each[0] for each in even) * target.world),
+        "read / needed": round(sum(each[2] for each in even) / sum(each[3] for each in even), 3),
     }
 
 
-def _some(layout: Layout) -> list[int]:
-    """Ranks that are planned."""
+def _even(layout: Layout) -> list[int]:
+    """Ranks that stand for all."""
     if layout.world <= _PLANNED:
         return list(range(layout.world))
-    some = {round(n * (layout.world - 1) / (_PLANNED - 1)) for n in range(_PLANNED)}
+    # Not the ends: the last one's pieces are short.
+    return [int((n + 0.5) * layout.world / _PLANNED) for n in range(_PLANNED)]
+
+
+def _some(layout: Layout) -> list[int]:
+    """Those, and ranks that are not like others."""
+    some = {0, *_even(layout), layout.world - 1}
     norms = [name for name in layout.shapes if name.endswith("ffn_norm.weight")]
     for name in (norms[0], norms[-1]):
         holders = layout.holders((name, 0, layout.shapes[name][0]))
