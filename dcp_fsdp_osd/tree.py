@@ -257,7 +257,7 @@ def fingerprint(value: Any) -> str:
     return digest([str(value.dtype), tuple(value.shape), sums, flat[whole:]])
 
 
-def digest_scalars(values: Mapping[Path, Any]) -> dict[str, str]:
+def digest_scalars(values: Mapping[str, Any]) -> dict[str, str]:
     """Digests of the small values among ``values``, by key; one transfer per device and dtype."""
     batches: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
     for value in values.values():
@@ -265,14 +265,20 @@ def digest_scalars(values: Mapping[Path, Any]) -> dict[str, str]:
             batches.setdefault((value.device, value.dtype), {})[id(value)] = value.detach()
     digests: dict[int, str] = {}
     for tensors in batches.values():
-        on_cpu = torch.stack(list(tensors.values())).cpu().unbind()
-        digests.update(zip(tensors, map(digest, on_cpu), strict=True))
+        on_cpu = torch.stack(list(tensors.values())).cpu()
+        step, known = on_cpu.element_size(), {}
+        data = ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes)
+        for number, of in enumerate(tensors):
+            bits = data[step * number : step * (number + 1)]
+            if bits not in known:  # those of one step are alike
+                known[bits] = digest(on_cpu[number])
+            digests[of] = known[bits]
     result = {}
-    for path, value in values.items():
+    for name, value in values.items():
         if id(value) in digests:
-            result[dotted(path)] = digests[id(value)]
+            result[name] = digests[id(value)]
         elif not isinstance(value, torch.Tensor | ShardedTensor):
-            result[dotted(path)] = digest(value)
+            result[name] = digest(value)
     return result
 
 

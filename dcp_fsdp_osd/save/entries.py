@@ -27,7 +27,7 @@ from dcp_fsdp_osd.lowbit.save import quantized_entries
 from dcp_fsdp_osd.save.report import GroupInfo, Report
 from dcp_fsdp_osd.tree import Path, digest, dotted, holds_tensor, leaves
 
-__all__ = ["SaveEntries", "save_entries"]
+__all__ = ["SaveEntries", "option_digests", "save_entries"]
 
 
 @dataclass
@@ -39,6 +39,7 @@ class SaveEntries:
             DTensors, objects). Param groups are under this rank's group numbers.
         pieces: path -> (shape of the whole tensor, the local tensor, its boxes).
         whole: paths in ``plain`` of tensors that are whole though their parameter is cut.
+        stateful: FQN -> the key in ``state`` under which its parameter has any.
         report: all of it that is no tensor.
     """
 
@@ -47,10 +48,12 @@ class SaveEntries:
         default_factory=dict
     )
     whole: list[Path] = field(default_factory=list)
+    stateful: dict[str, Any] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
 
     def is_per_rank(self, path: Path) -> bool:
-        return dotted(path) in self.report.info.opaque
+        opaque = self.report.info.opaque
+        return bool(opaque) and dotted(path) in opaque
 
 
 def save_entries(state_dict: Mapping[str, Any], layout: FlatLayout, key: Path) -> SaveEntries:
@@ -79,7 +82,7 @@ def save_entries(state_dict: Mapping[str, Any], layout: FlatLayout, key: Path) -
     entries.report.containers.update(containers_of(extras, key))
     for name, value in extras.items():  # a subclass's own
         entries.plain.update(leaves(value, (*key, str(name))))
-    stateful = _save_states(state_dict["state"], layout, key, entries)
+    _save_states(state_dict["state"], layout, key, entries)
     for param in layout.params:
         for segment in param.segments:
             entries.report.shard_groups[segment.fqn] = param.shard_group
@@ -87,16 +90,15 @@ def save_entries(state_dict: Mapping[str, Any], layout: FlatLayout, key: Path) -
                 entries.report.parts[segment.fqn] = segment.within
             if segment.order is not None:
                 entries.report.orders[segment.fqn] = segment.order
-            if segment.fqn not in stateful and segment.numel:
+            if segment.fqn not in entries.stateful and segment.numel:
                 entries.report.stateless[segment.fqn] = [(segment.start, segment.stop)]
     return entries
 
 
 def _save_states(
     states: Mapping[Any, Any], layout: FlatLayout, key: Path, entries: SaveEntries
-) -> Mapping[str, Any]:
-    """Take ``state`` apart; returns the FQNs that have any."""
-    stateful: dict[str, Any] = {}
+) -> None:
+    stateful = entries.stateful
     user: dict[Any, Any] = {}
     for name, state in states.items():
         param = _param_of(name, layout)
@@ -131,7 +133,6 @@ def _save_states(
         if found:
             stateful.update(dict.fromkeys(param.fqns, name))
     entries.report.containers.update(containers_of(user, (*key, "state"), path=("state",)))
-    return stateful
 
 
 def _save_empty(
@@ -183,23 +184,28 @@ def _save_groups(groups: Any, layout: FlatLayout, key: Path, entries: SaveEntrie
                 fqns.extend(layout.params[number].fqns)
             named.add(number)
         prefix = (*key, "param_groups", i)
-        options: dict[str, str] = {}
         for name, value in group.items():
-            if name == "params":
-                continue
-            if name != "param_names":  # as the wrapping has them; no option
-                options[str(name)] = digest(value)
-            entries.plain.update(leaves(value, (*prefix, str(name))))
+            if name != "params":
+                entries.plain.update(leaves(value, (*prefix, str(name))))
         own = {name: value for name, value in group.items() if name != "params"}
         entries.report.containers.update(containers_of(own, prefix, path=("param_groups", i)))
         params: Path = (*prefix, "params")
         entries.plain[params] = fqns
-        entries.report.groups.append(GroupInfo(tuple(fqns), options))
+        entries.report.groups.append(GroupInfo(tuple(fqns), {}))
     if len(named) != len(layout.params):
         raise LayoutError(
             f"{dotted(key)}: expected a state dict of {len(layout.params)} parameters, found "
             f"{len(named)}: it is not of the optimizer that the planner was made with"
         )
+
+
+def option_digests(group: Mapping[Any, Any]) -> dict[str, str]:
+    """Of a param group's options, by name."""
+    return {
+        str(name): digest(value)
+        for name, value in group.items()
+        if name not in ("params", "param_names")  # the latter as the wrapping has them
+    }
 
 
 def _save_leaf(

@@ -41,7 +41,7 @@ def plan_globally(
     recalled = None if known is None else known.recall(all_plans)
     if known is not None and recalled is not None:
         as_before = AsBefore(known.name)
-        answers = [dataclasses.replace(plan, planner_data=as_before) for plan in all_plans]
+        answers = [SavePlan(plan.items, plan.storage_data, as_before) for plan in all_plans]
         return answers, recalled, known
     world = World([_sent(plan, known) for plan in all_plans])
     new = Plans(world)

@@ -45,12 +45,13 @@ from dcp_fsdp_osd.misuse.safetensors_writer import check_safetensors
 from dcp_fsdp_osd.misuse.waiting import watched
 from dcp_fsdp_osd.optim_class import describe_optim
 from dcp_fsdp_osd.save.agree import tensor_data
-from dcp_fsdp_osd.save.entries import SaveEntries, save_entries
+from dcp_fsdp_osd.save.entries import SaveEntries, option_digests, save_entries
 from dcp_fsdp_osd.save.global_plan import plan_globally
 from dcp_fsdp_osd.save.model import model_entries
 from dcp_fsdp_osd.save.repeat import AsBefore, Kept, Numbered, Plans, unknown
-from dcp_fsdp_osd.save.replicas import replica_digests, shared_digests
-from dcp_fsdp_osd.save.report import Report, Share
+from dcp_fsdp_osd.save.replicas import compared_of
+from dcp_fsdp_osd.save.report import GroupInfo, Share
+from dcp_fsdp_osd.save.template import Apart, Template, Values
 from dcp_fsdp_osd.save.wire import LocalData, Outline, SentPlan, entries_of
 from dcp_fsdp_osd.stateful.guard import guarded, without_guard
 from dcp_fsdp_osd.stateful.model import ModelGuard
@@ -152,16 +153,14 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         self._in_use = InUse()
         self._kept: Kept | None = None
         self._plans: Plans | None = None  # on the coordinator
+        self._template: Template | None = None
         self._planned = True
         self._reset()
 
     def _reset(self) -> None:
-        self._pieces: dict[MetadataIndex, torch.Tensor] = {}
-        self._locals: dict[str, torch.Tensor] = {}
+        self._apart = Apart()
+        self._values = Values()
         self._items: list[WriteItem] = []
-        self._reports: dict[str, Report] = {}
-        self._others: dict[str, str] = {}
-        self._of_models: dict[str, str] = {}
         self._share = Share()
 
     def __repr__(self) -> str:
@@ -175,13 +174,15 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             "plan",
             "global_plan",
             "metadata",
-            "_pieces",
-            "_locals",
+            "_apart",
+            "_values",
             "_items",
+            "_proposed",
+            "_outline",
         ):
             state.pop(name, None)
-        empty = {"_reports": {}, "_share": Share(), "mappings": {}, "_kept": None, "_plans": None}
-        return {**state, **empty, "_params": {}, "_in_use": None}
+        empty = {"_kept": None, "_plans": None, "_template": None}
+        return {**state, **empty, "_share": Share(), "mappings": {}, "_params": {}, "_in_use": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -211,6 +212,23 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
             layout.check()
             if key in self._params:
                 check_unwrapped(layout, [param() for param in self._params[key]])
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        facts = is_coordinator, several, self.flatten_state_dict, self.flatten_sharded_tensors
+        values = None if self._template is None else self._template.fill(state_dict, facts)
+        if self._template is not None and values is not None:
+            self._apart, self._values = self._template.apart, values
+            self.state_dict, self.is_coordinator = values.plain, is_coordinator
+            self.mappings = dict(self._apart.mappings)
+        else:
+            self._template = None
+            self._take_apart(state_dict, is_coordinator, several=several)
+            if type(self) is FlatOptimSavePlanner:  # of others it is not known what counts
+                self._template = Template.of(state_dict, self._apart, self._values, facts)
+        self._compare()
+
+    def _take_apart(
+        self, state_dict: dict[str, Any], is_coordinator: bool, *, several: bool
+    ) -> None:
         without = sorted(dotted(path) for path, value in leaves(state_dict) if lies_on_meta(value))
         if without:
             raise LayoutError(
@@ -233,46 +251,54 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         taken = [path for path, _ in [*flat.values(), *models]]
         rest = with_optim_removed(state_dict, taken)
         check_rest(rest, layouts, with_optims=bool(self._layouts))
-        super().set_up_planner(rest, storage_meta, is_coordinator)
+        super().set_up_planner(rest, None, is_coordinator)
+        self._apart.mappings, self._values.plain = self.mappings, self.state_dict
         for path, value in models:
             self._add(path, model_entries(value, path))
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if several:
-            self._fingerprint(tuple(f"{dotted(path)}." for path, _ in models))
+            below = tuple(f"{dotted(path)}." for path, _ in models) + self._model_keys
+            for name, value in self.state_dict.items():
+                if not (isinstance(value, DTensor | ShardedTensor) or lies_on_meta(value)):
+                    at = self._apart.of_models if name.startswith(below) else self._apart.others
+                    at.append(name)
         for key, (path, value) in flat.items():
             entries = save_entries(value, layouts[key], path)
-            entries.report.scalars = shared_digests(entries)
-            if several:
-                entries.report.replicas = replica_digests(entries, layouts[key])
             optimizer = optimizers.get(key)
             if optimizer is not None:
                 entries.report.info.optimizers.append(optimizer)
             self._add(path, entries)
+            name = dotted(path)
+            self._apart.compared[name] = compared_of(entries, layouts[key], replicas=several)
+            self._apart.optims[name] = path, entries.stateful
+            self._values.groups[name] = value["param_groups"]
 
-    def _fingerprint(self, models: tuple[str, ...]) -> None:
-        """Digests of the values of which one rank's are saved, below ``models`` and elsewhere."""
-        models += self._model_keys
-        for name, value in self.state_dict.items():
-            if not (isinstance(value, DTensor | ShardedTensor) or lies_on_meta(value)):
-                of = self._of_models if name.startswith(models) else self._others
-                of[name] = fingerprint(value)
+    def _compare(self) -> None:
+        """Put digests of the values of which one rank's are saved into the reports."""
+        for name, report in self._apart.reports.items():
+            if report.model:
+                continue
+            compared = self._apart.compared[name]
+            report.scalars = compared.shared(self._values.of)
+            report.replicas = compared.replicated(self._values.of)
+            report.groups = [
+                GroupInfo(group.fqns, option_digests(options))
+                for group, options in zip(report.groups, self._values.groups[name], strict=True)
+            ]
 
     def _add(self, path: Path, entries: SaveEntries) -> None:
         """Take values over for DCP's default plan, and boxes, and have them reported."""
-        report = self._reports[dotted(path)] = entries.report
+        report = self._apart.reports[dotted(path)] = entries.report
         at = len(path) if report.model else len(path) + 1  # where paths name FQNs
         for where, value in entries.plain.items():
-            self._claim(where)
-            self.state_dict[dotted(where)] = value
+            self._values.plain[self._claim(where)] = value
         for where, (shape, local, pieces) in entries.pieces.items():
             name = self._claim(where)
-            self._locals[name] = local
+            self._values.flat[name] = local
             report.pieces[name] = str(where[at])
             for piece in pieces:
-                view = piece.view(local)
                 index = MetadataIndex(name, piece.box.offsets)
-                self._pieces[index] = view
-                self._items.append(_shard_item(index, view, shape))
+                self._apart.boxes[index] = name, piece
+                self._items.append(_shard_item(index, piece.view(local), shape))
 
     def _claim(self, path: Path) -> str:
         name = dotted(path)
@@ -285,12 +311,24 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """This rank's items: DCP's default ones, and its boxes."""
-        plan = super().create_local_plan()
-        items = [*plan.items, *self._items]
-        data = LocalData(dict(self.mappings), self._reports, self._others, self._of_models, items)
+        template, apart, of = self._template, self._apart, self._values.of
+        known = None if template is None else template.outline
+        if template is not None and known is not None:
+            plan, items = SavePlan([]), list(template.items)
+        else:
+            plan = super().create_local_plan()
+            items = [*plan.items, *self._items]
+        others, of_models = (
+            {name: fingerprint(of(name)) for name in names}
+            for names in (apart.others, apart.of_models)
+        )
+        data = LocalData(dict(self.mappings), apart.reports, others, of_models, items)
         self.plan = SentPlan(items, plan.storage_data, data)
-        self._proposed, self._outline = items, Outline.of(self.plan)
+        self._proposed = items
+        self._outline = Outline.of(self.plan) if known is None else known.with_digests(data)
         data.outline = self._outline
+        if template is not None and known is None:
+            template.learn(list(items), self._outline)
         again = None if self._kept is None else self._kept.again(self._outline)
         sent: SavePlan = self.plan
         if again is not None:
@@ -343,7 +381,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         held = {*self.state_dict, *self._share.renamed, *self._share.values}
         for item in new_plan.items:
             index = item.index
-            if not (index.fqn in held or index in self._pieces or index in self._share.zeros):
+            if not (index.fqn in held or index in self._apart.boxes or index in self._share.zeros):
                 raise LayoutError(
                     f"{index.fqn}: expected to write what this rank holds, found that the global "
                     f"plan wants of it {tuple(index.offset or ())}, which it does not hold"
@@ -355,14 +393,15 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         if write_item.index in self._share.zeros:
             data = tensor_data(write_item)
             return torch.zeros(data.chunk.sizes, dtype=data.properties.dtype, device="cpu")
-        tensor = self._pieces.get(write_item.index)
-        if tensor is None:
+        box = self._apart.boxes.get(write_item.index)
+        if box is None:
             found: Any = super().resolve_data(write_item)
             flattened = write_item.type == WriteItemType.SHARD and (
                 write_item.index.fqn in self._share.renamed
             )
             return found.reshape(-1) if flattened else found
-        return tensor
+        name, piece = box
+        return piece.view(self._values.flat[name])
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """As DCP's default planner; what cannot be pickled is named."""
@@ -380,8 +419,8 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         if index.fqn in self._share.values:
             return self._share.values[index.fqn]
         name = self._share.renamed.get(index.fqn, index.fqn)
-        if name in self._locals and name != index.fqn:
-            return self._locals[name]
+        if name in self._values.flat and name != index.fqn:
+            return self._values.flat[name]
         return super().lookup_object(dataclasses.replace(index, fqn=name))
 
 

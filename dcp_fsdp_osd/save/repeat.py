@@ -104,7 +104,7 @@ class Plans:
                 for shape, own in zip(world.shape, world.own, strict=True)
             )
         ]  # fmt: skip
-        self._pattern = self._pattern_of([each.read_digests() for each in world.sent])
+        self._pattern = self._pattern_of([each.digests for each in world.sent])
         self._metadata: Metadata | None = None
 
     def _pattern_of(self, of_ranks: Sequence[bytes]) -> tuple[list[int], ...]:
@@ -112,23 +112,29 @@ class Plans:
 
         Ranks of one shape with the same digests are looked at once; but for digests of replicas,
         whose names are a rank's own.
+
+        Args:
+            of_ranks: digests of each rank, compressed.
         """
+        opened: dict[bytes, bytes] = {}
         kinds: dict[tuple[int, bytes], int] = {}
         values: dict[tuple[tuple[str, ...], bytes], int] = {}
         of_rank: list[int] = []
         alike: list[int] = []
         replicas: list[int] = []
-        for shape, own, digests in zip(self._shape, self._replicas, of_ranks, strict=True):
+        for shape, own, sent in zip(self._shape, self._replicas, of_ranks, strict=True):
+            digests = opened.get(sent)
+            if digests is None:
+                digests = opened[sent] = zlib.decompress(sent)
             names = self._names[shape]
-            parts = [digests[at : at + DIGEST] for at in range(0, len(digests), DIGEST)]
             end = DIGEST * len(names)
             new = len(kinds)
             of_rank.append(kinds.setdefault((shape, digests[:end]), new))
             if of_rank[-1] == new:
-                pairs = zip(names, parts[: len(names)], strict=True)
+                pairs = zip(names, _parts(digests[:end]), strict=True)
                 alike += [values.setdefault(pair, len(values)) for pair in pairs]
             if own:
-                pairs = zip(own, parts[len(names) :], strict=True)
+                pairs = zip(own, _parts(digests[end:]), strict=True)
                 replicas += [values.setdefault(pair, len(values)) for pair in pairs]
         return of_rank, alike, replicas
 
@@ -139,12 +145,12 @@ class Plans:
     def recall(self, plans: Sequence[SavePlan]) -> Metadata | None:
         """The metadata, if all ranks' ``plans`` are as before."""
         sent = [plan.planner_data for plan in plans]
-        if self._metadata is None or [
-            each.number if isinstance(each, Again) and each.plans == self.name else None
-            for each in sent
-        ] != list(range(len(self._sent))):
+        if self._metadata is None or len(sent) != len(self._sent):
             return None
-        if self._pattern_of([zlib.decompress(each.digests) for each in sent]) != self._pattern:
+        for number, each in enumerate(sent):
+            if not isinstance(each, Again) or (each.plans, each.number) != (self.name, number):
+                return None
+        if self._pattern_of([each.digests for each in sent]) != self._pattern:
             return None
         return dataclasses.replace(self._metadata)
 
@@ -153,6 +159,10 @@ class Plans:
         if again.plans != self.name:
             raise unknown()
         return dataclasses.replace(self._sent[again.number], digests=again.digests)
+
+
+def _parts(digests: bytes) -> list[bytes]:
+    return [digests[at : at + DIGEST] for at in range(0, len(digests), DIGEST)]
 
 
 def unknown() -> LayoutError:

@@ -151,8 +151,7 @@ class LocalData:
 
     def is_proposed(self, items: Sequence[WriteItem]) -> bool:
         """Whether ``items`` are still those that the planner has."""
-        same = len(items) == len(self.proposed)
-        return same and all(map(operator.is_, items, self.proposed))
+        return len(items) == len(self.proposed) and all(map(operator.is_, items, self.proposed))
 
     def digests(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """What is compared between ranks, by what it is compared with; always in this order.
@@ -248,6 +247,10 @@ class Own(NamedTuple):
     proposed: bool
 
 
+def _digests(data: LocalData) -> bytes:
+    return bytes.fromhex("".join(value for _, value in data.digests()))
+
+
 @dataclass(frozen=True)
 class Outline:
     """A local plan, taken apart.
@@ -256,12 +259,14 @@ class Outline:
         common, strings: :class:`Common`, pickled.
         own: :class:`Own`, pickled.
         digests: one after the other, as of :meth:`LocalData.digests`.
+        key: the hash of all but digests.
     """
 
     common: bytes
     strings: str
     own: bytes
     digests: bytes
+    key: bytes
 
     @classmethod
     def of(cls, plan: SavePlan) -> Outline:
@@ -289,15 +294,14 @@ class Outline:
             ],
             proposed,
         )
-        digests = bytes.fromhex("".join(value for _, value in data.digests()))
         common, strings = dump_strings((entries, _without_own(data)))
-        return cls(common, strings, pickle.dumps(own, protocol=5), digests)
+        texts = common, strings.encode(), pickle.dumps(own, protocol=5)
+        key = b"".join(hashlib.blake2b(text).digest() for text in texts)
+        return cls(common, strings, texts[-1], _digests(data), key)
 
-    @property
-    def key(self) -> bytes:
-        """The hash of all of it but for digests."""
-        texts = self.common, self.strings.encode(), self.own
-        return hashlib.blake2b(b"".join(hashlib.blake2b(t).digest() for t in texts)).digest()
+    def with_digests(self, data: LocalData) -> Outline:
+        """Of the plan with ``data``, which differs in digests."""
+        return dataclasses.replace(self, digests=_digests(data))
 
     def sent(self) -> Sent:
         own = _with_help(self.own, self.strings.encode())

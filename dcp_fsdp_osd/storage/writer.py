@@ -24,6 +24,7 @@ from dcp_fsdp_osd.storage.flat_guard import check_flat_pieces
 from dcp_fsdp_osd.storage.metadata import dump_metadata, fill_metadata
 from dcp_fsdp_osd.storage.pack import item_bytes, plan_files
 from dcp_fsdp_osd.storage.results import pack_results, unpack_results
+from dcp_fsdp_osd.storage.returned import send_as
 from dcp_fsdp_osd.storage.session import accepts, make_session, portable_errors
 from dcp_fsdp_osd.storage.store import Backend, Limits, Upload
 from dcp_fsdp_osd.storage.transfer import Deadline, RetryPolicy, Stats
@@ -280,6 +281,9 @@ class StreamingWriter(HasRole, StorageWriter):
             data = dump_metadata(metadata)
         with self.stats.timed("commit"):
             self._committer.publish(data, files)
+        # Of a subclass it is not known what it does to them afterwards.
+        if len(results) > 1 and type(self).finish is StreamingWriter.finish:
+            send_as(metadata, data)
 
     @property
     def checkpoint_id(self) -> str:
