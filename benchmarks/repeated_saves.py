@@ -100,11 +100,17 @@ class Rank:
         group = {"lr": 1 / step, "betas": (0.9, 0.95), "params": list(range(len(self.tensors)))}
         return {"optim": {"state": state, "param_groups": [group]}}
 
-    def plan(self, state: dict[str, Any], coordinator: bool) -> bytes:
+    def plan(self, step: int, coordinator: bool) -> bytes:
+        return self.plan_of(self.state(step), coordinator)
+
+    def plan_of(self, state: dict[str, Any], coordinator: bool) -> bytes:
         self.planner.set_up_planner(state, None, coordinator)
         return pickle.dumps(self.planner.create_local_plan())
 
-    def finish(self, answer: bytes) -> SavePlan:
+    def finish(self, answer: bytes) -> bytes:
+        return self.results(self.finish_plan(answer))
+
+    def finish_plan(self, answer: bytes) -> SavePlan:
         return self.planner.finish_plan(pickle.loads(answer))
 
     def results(self, plan: SavePlan) -> bytes:
@@ -126,7 +132,9 @@ def _save(ranks: list[Rank], step: int) -> dict[str, float]:
     clock = time.process_time
     states = [rank.state(step) for rank in ranks]
     start = clock()
-    sent = [rank.plan(state, rank is ranks[0]) for rank, state in zip(ranks, states, strict=True)]
+    sent = [
+        rank.plan_of(state, rank is ranks[0]) for rank, state in zip(ranks, states, strict=True)
+    ]
     own = clock() - start
     gc.collect()
     gc.freeze()  # what the other ranks hold, which no coordinator's collector has to look through
@@ -134,7 +142,7 @@ def _save(ranks: list[Rank], step: int) -> dict[str, float]:
     plans, metadata = ranks[0].planner.create_global_plan([pickle.loads(each) for each in sent])
     answers = [pickle.dumps(plan) for plan in plans]
     answered = clock()
-    finished = [rank.finish(answer) for rank, answer in zip(ranks, answers, strict=True)]
+    finished = [rank.finish_plan(answer) for rank, answer in zip(ranks, answers, strict=True)]
     own += clock() - answered
     results = [rank.results(plan) for rank, plan in zip(ranks, finished, strict=True)]
     written = clock()

@@ -62,7 +62,7 @@ def messages(world: int, flat: bool) -> tuple[Rank, list[bytes]]:
         shape = (number == 0, *(s.numel > 0 for s in segments))
         if shape not in shapes:
             rank = first if number == 0 else Rank(layout, number)
-            text = rank.plan(rank.state(1), number == 0)
+            text = rank.plan(1, number == 0)
             plan = pickle.loads(text)
             common = plan.planner_data.read_common()
             shapes[shape] = plan, common, plan.planner_data.read_own(common)
@@ -81,8 +81,7 @@ def messages(world: int, flat: bool) -> tuple[Rank, list[bytes]]:
         )
         text = pickle.dumps(SentPlan(plan.items, None, data, True))
         if number % max(world // 4, 1) == 1:
-            other = Rank(layout, number)
-            _check(text, other.plan(other.state(1), False))
+            _check(text, Rank(layout, number).plan(1, False))
         sent.append(text)
     return first, sent
 

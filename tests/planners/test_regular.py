@@ -443,7 +443,7 @@ def test_the_bytes_of_a_rank_of_a_large_job(use_orig_params: bool) -> None:
 
     units = llama(not use_orig_params)
     ranks = [Rank(simulate(units, world_size=256, rank=r), r) for r in (0, 40, 41)]
-    sent = [rank.plan(rank.state(1), number == 0) for number, rank in enumerate(ranks)]
+    sent = [rank.plan(1, number == 0) for number, rank in enumerate(ranks)]
     assert max(map(len, sent)) < 4096
     texts = {pickle.loads(each).planner_data.common for each in sent[1:]}
     assert len(texts) == 1  # ranks of one shape: the same bytes
