@@ -430,7 +430,13 @@ def _shard_item(index: MetadataIndex, view: torch.Tensor, shape: tuple[int, ...]
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             chunk=ChunkStorageMetadata(offsets=torch.Size(index.offset or ()), sizes=view.size()),
-            properties=TensorProperties.create_from_tensor(view),
+            # As create_from_tensor, but for the strides (torch 2.15), which differ from box to box.
+            properties=TensorProperties(
+                dtype=view.dtype,
+                layout=view.layout,
+                requires_grad=view.requires_grad,
+                pin_memory=view.is_pinned(),
+            ),
             size=torch.Size(shape),
         ),
     )
