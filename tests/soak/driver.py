@@ -25,7 +25,7 @@ from tests.servers import EmbeddedS3, Fault, FaultProxy, fault_proxy, s3_server
 from tests.soak import jobs
 from tests.soak.growth import Used, grown, used
 from tests.soak.jobs import Digest
-from tests.soak.rounds import KINDS, Round, Strike, draw_round
+from tests.soak.rounds import CLIENTS, KINDS, Round, Strike, draw_round
 from tests.soak.striking import aimed, fallen
 
 __all__ = ["Account", "Soak", "soak"]
@@ -201,16 +201,19 @@ class Soak:
 
     def warm_up(self) -> None:
         """All ranks use each store once, so that growth later is none of imports and clients."""
-        for number, place in enumerate(
-            sorted({name for _, names in KINDS.values() for name in names})
-        ):
+        places = sorted({name for _, names in KINDS.values() for name in names})
+        every = [(place, *CLIENTS[0]) for place in places]
+        every += [("s3 fsspec", *each) for each in CLIENTS[1:]]
+        for number, (place, stall, concurrency) in enumerate(every):
             found = draw_round(-1 - number, self.world, "no fault")
             side = replace(found.job.source, world=self.world, strategy="FULL_SHARD", by="ours")
             job = replace(found.job, source=side, target=side, streaming=True)
             about = {**found.options, "max_inflight_bytes": 32 << 20}
+            about |= {"stall_seconds": stall, "concurrency": concurrency}
             found = replace(found, job=job, place=place, statefuls=True, options=about)
             options = self._options(found)
-            self._same(found, self._save(found, options), options)
+            saved = self._save(found, options, calm=False)
+            self._compare(found, saved[0][0], self._load(found, options, calm=False))
 
     def sample(self) -> None:
         """Note what the long-lived ranks hold."""
@@ -503,18 +506,24 @@ class Soak:
         *,
         overwrite: bool = False,
         counting: bool = False,
+        calm: bool = True,
     ) -> list[list[Digest]]:
         """Version 0, with no fault."""
-        found = _calm(found)
+        found = _calm(found) if calm else found
         world = found.job.source.world
         strike = self._noted(found.strike) if counting else jobs.NOTHING
         args = (found, options, 0, strike, overwrite)
         return self._lasting.run(jobs.save, world, *args, timeout=TIMEOUT)
 
     def _load(
-        self, found: Round, options: dict[str, Any], *, counting: bool = False
+        self,
+        found: Round,
+        options: dict[str, Any],
+        *,
+        counting: bool = False,
+        calm: bool = True,
     ) -> list[Digest]:
-        found = _calm(found)
+        found = _calm(found) if calm else found
         args = (found, options, self._noted(found.strike) if counting else jobs.NOTHING)
         return self._lasting.run(jobs.load, found.job.target.world, *args, timeout=TIMEOUT)
 

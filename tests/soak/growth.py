@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ checkpoint a round makes of some hundred rounds is more."""
 
 @dataclass(frozen=True)
 class Used:
-    """What a process holds: resident bytes, open files, and threads (native ones too)."""
+    """What a process holds: resident bytes, open files, and threads (native ones too, but not those
+    that asyncio makes for name look-ups, up to its bound, and keeps)."""
 
     pid: int
     resident: int
@@ -34,7 +36,9 @@ def used(rank: int = 0, world: int = 1) -> Used:
         trim(0)
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     files = len(list(Path("/proc/self/fd").iterdir()))
-    return Used(os.getpid(), resident, files, len(list(Path("/proc/self/task").iterdir())))
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    kept = sum(each.name.startswith("asyncio_") for each in threading.enumerate())
+    return Used(os.getpid(), resident, files, threads - kept)
 
 
 def grown(samples: Sequence[Used], slack: int = SLACK) -> list[str]:

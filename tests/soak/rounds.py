@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.random_jobs import Job, draw
 
-__all__ = ["KINDS", "PROXIED", "Round", "Strike", "Wire", "draw_round"]
+__all__ = ["CLIENTS", "KINDS", "PROXIED", "Round", "Strike", "Wire", "draw_round"]
 
 _LOCAL = ("local", "fsspec local")
 _S3 = ("s3 obstore", "s3 fsspec")
@@ -16,6 +16,11 @@ _ANY = (*_LOCAL, *_S3, "local")
 _STALL = 3.0
 """Seconds after which what stalls is given up (in a commit, ten times as many); a busy machine is
 silent for two now and then."""
+_PATIENCE = 20.0
+_CONCURRENCY = (None, 1, 3)
+CLIENTS = tuple((stall, many) for stall in (_PATIENCE, _STALL) for many in _CONCURRENCY)
+"""Stall limits and concurrencies that are drawn: fsspec keeps a client for each, with 14 MiB of
+botocore's."""
 _COSTLY = "killed process of async_save"
 
 KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -160,8 +165,8 @@ def draw_round(seed: int, world: int, kind: str | None = None) -> Round:
         strike=Strike("", 0),
         wire=tuple(_wire(rng, kind) for _ in range(rng.randint(1, 3) if kind in PROXIED else 0)),
         options={
-            "stall_seconds": _STALL if stalls else 20.0,
-            "concurrency": rng.choice((None, 1, 3)),
+            "stall_seconds": _STALL if stalls else _PATIENCE,
+            "concurrency": rng.choice(_CONCURRENCY),
             "max_inflight_bytes": rng.choice((4 << 20, 64 << 20)) if place in _LOCAL else 32 << 20,
         },
     )
