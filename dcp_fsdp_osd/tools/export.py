@@ -25,7 +25,6 @@ from dcp_fsdp_osd.storage.location import is_local, local_path
 from dcp_fsdp_osd.storage.memory import view_bytes
 from dcp_fsdp_osd.storage.redact import display_url
 from dcp_fsdp_osd.tools.opened import (
-    WINDOW,
     Checkpoint,
     Part,
     Progress,
@@ -37,6 +36,7 @@ from dcp_fsdp_osd.tree import dotted
 
 __all__ = ["SAFETENSORS", "Exported", "export_safetensors", "export_torch", "new_file"]
 
+_WINDOW = 64 << 20  # eight requests at a time; two of them are held
 # Names of dtypes in safetensors' header.
 SAFETENSORS = {
     torch.bool: "BOOL",
@@ -223,7 +223,7 @@ def _stream(
 ) -> None:
     """Write each tensor's elements to its place in the file: a window while the next is read."""
     tensors = sorted(places, key=lambda name: places[name])
-    windows = checkpoint.windows(tensors, WINDOW // 2)
+    windows = checkpoint.windows(tensors, _WINDOW)
     room, other = checkpoint.room(windows), checkpoint.room(windows)
     total, done = sum(map(checkpoint.nbytes, tensors)), 0
 
