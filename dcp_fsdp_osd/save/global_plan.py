@@ -36,11 +36,11 @@ def plan_globally(
         LayoutError: ranks do not fit together.
     """
     data = [plan.planner_data for plan in all_plans]
-    if not all(isinstance(each, Sent | LocalData | Again) for each in data):
+    if not all(isinstance(each, Sent | LocalData) or Again.read(each) for each in data):
         raise LayoutError("expected FlatOptimSavePlanner on every rank, found another planner")
     recalled = None if known is None else known.recall(all_plans)
     if known is not None and recalled is not None:
-        as_before = AsBefore(known.name)
+        as_before = AsBefore(known.name).sent()
         answers = [SavePlan(plan.items, plan.storage_data, as_before) for plan in all_plans]
         return answers, recalled, known
     world = World([_sent(plan, known) for plan in all_plans])
@@ -94,10 +94,11 @@ def _item_by_item(
 def _sent(plan: SavePlan, known: Plans | None) -> Sent:
     """The local plan of a rank, as it travelled, or would have."""
     data = plan.planner_data
-    if isinstance(data, Again):
+    again = Again.read(data)
+    if again is not None:
         if known is None:
             raise unknown()
-        return known.whole(data)
+        return known.whole(again)
     if isinstance(data, LocalData):  # nothing travels in a world of one
         return Outline.of(plan).sent()
     if isinstance(plan.items, Lazy):

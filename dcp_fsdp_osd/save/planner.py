@@ -332,7 +332,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         again = None if self._kept is None else self._kept.again(self._outline)
         sent: SavePlan = self.plan
         if again is not None:
-            sent = SavePlan([], plan.storage_data, again)
+            sent = SavePlan([], plan.storage_data, again.sent())
         return watched(self._in_use.hold(sent), "save")
 
     # ------------------------------------------------------------ global plan
@@ -361,8 +361,9 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Take this rank's share of the global plan."""
         answer = new_plan.planner_data
-        if isinstance(answer, AsBefore):
-            if self._kept is None or self._kept.plans != answer.plans:
+        as_before = AsBefore.read(answer)
+        if as_before is not None:
+            if self._kept is None or self._kept.plans != as_before.plans:
                 raise unknown()
             self._share = self._kept.share
             items = list(self._kept.items)

@@ -21,6 +21,7 @@ import uuid
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -30,11 +31,12 @@ from dcp_fsdp_osd.save.report import Share
 from dcp_fsdp_osd.save.wire import DIGEST, KeptEntries, Outline, Sent
 from dcp_fsdp_osd.save.world import World
 
+_AGAIN, _AS_BEFORE = "dcp_fsdp_osd again", "dcp_fsdp_osd as before"
+
 __all__ = ["Again", "AsBefore", "Kept", "Numbered", "Plans", "unknown"]
 
 
-@dataclass(frozen=True)
-class Again:
+class Again(NamedTuple):
     """Sent in place of a plan, which is that of number ``number`` of ``plans``.
 
     ``digests`` are those of :class:`~dcp_fsdp_osd.save.wire.Sent`, compressed.
@@ -43,6 +45,15 @@ class Again:
     plans: str
     number: int
     digests: bytes
+
+    def sent(self) -> tuple[Any, ...]:
+        """As it travels: a pickle with a class in it takes three times as long, of each rank."""
+        return (_AGAIN, *self)
+
+    @classmethod
+    def read(cls, data: Any) -> Again | None:
+        """What :meth:`sent` gave; None if ``data`` is something else."""
+        return cls(*data[1:]) if type(data) is tuple and data[:1] == (_AGAIN,) else None
 
 
 @dataclass(frozen=True)
@@ -58,11 +69,17 @@ class Numbered:
     entries: KeptEntries | None = None
 
 
-@dataclass(frozen=True)
-class AsBefore:
-    """Answered to :class:`Again`."""
+class AsBefore(NamedTuple):
+    """Answered to :class:`Again`; travels like that."""
 
     plans: str
+
+    def sent(self) -> tuple[Any, ...]:
+        return (_AS_BEFORE, *self)
+
+    @classmethod
+    def read(cls, data: Any) -> AsBefore | None:
+        return cls(*data[1:]) if type(data) is tuple and data[:1] == (_AS_BEFORE,) else None
 
 
 @dataclass(frozen=True)
@@ -144,13 +161,15 @@ class Plans:
 
     def recall(self, plans: Sequence[SavePlan]) -> Metadata | None:
         """The metadata, if all ranks' ``plans`` are as before."""
-        sent = [plan.planner_data for plan in plans]
+        sent = [Again.read(plan.planner_data) for plan in plans]
         if self._metadata is None or len(sent) != len(self._sent):
             return None
-        for number, each in enumerate(sent):
-            if not isinstance(each, Again) or (each.plans, each.number) != (self.name, number):
-                return None
-        if self._pattern_of([each.digests for each in sent]) != self._pattern:
+        found = [
+            each.digests
+            for number, each in enumerate(sent)
+            if each is not None and each.number == number and each.plans == self.name
+        ]
+        if len(found) != len(sent) or self._pattern_of(found) != self._pattern:
             return None
         return dataclasses.replace(self._metadata)
 
