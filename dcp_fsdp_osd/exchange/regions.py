@@ -193,9 +193,8 @@ def find_regions(classes: Classes, metadata: Metadata) -> list[Region]:
     names = {dtype: str(dtype) for _, _, dtype in chunks}
     cuda_of = [participant.cuda for participant in classes.first]
     found: list[tuple[Any, ...]] = []
-    for (fqn, offset, dtype), boxes in chunks.items():
+    for ((fqn, offset, dtype), boxes), at in zip(chunks.items(), places, strict=True):
         chunk, name = (fqn, offset), names[dtype]
-        at = places[fqn, None if dtype is None and None in boxes else offset]
         for box, owners in _cut(boxes):
             if len(owners) == 1:
                 ((number, item),) = owners
@@ -234,30 +233,31 @@ def _boxes_of_chunks(classes: Classes) -> dict[_ChunkKey, dict[_Bounds, list[Own
 
 def _places(
     metadata: Metadata, chunks: dict[_ChunkKey, dict[_Bounds, list[Owner]]]
-) -> dict[tuple[str, tuple[int, ...] | None], tuple[str, int]]:
-    """File and offset of saved chunks, by their FQN and offsets (None: of an object), where the
-    storage writer's metadata have them.
-    """
-    wanted: dict[str, dict[tuple[int, ...] | None, None]] = {}
-    for (fqn, offset, _), boxes in chunks.items():
-        wanted.setdefault(fqn, {})[None if None in boxes else offset] = None
+) -> list[tuple[str, int]]:
+    """File and offset of each of ``chunks``, where the storage writer's metadata have them."""
+    wanted: dict[str, tuple[list[int], list[tuple[int, ...] | None]]] = {}
+    for number, ((fqn, offset, _), boxes) in enumerate(chunks.items()):
+        if fqn not in wanted:
+            wanted[fqn] = [], []
+        numbers, offsets = wanted[fqn]
+        numbers.append(number)
+        offsets.append(None if None in boxes else offset)
+    found = [("", 0)] * len(chunks)
     data = metadata.storage_data
     if isinstance(data, Places):  # what is asked for, and not all there is
-        return {
-            (fqn, offset): place or ("", 0)
-            for fqn, offsets in wanted.items()
-            for offset, place in zip(offsets, data.located(fqn, list(offsets)), strict=True)
-        }
+        for fqn, (numbers, offsets) in wanted.items():
+            for number, place in zip(numbers, data.located(fqn, offsets), strict=True):
+                found[number] = place or ("", 0)
+        return found
     places: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
     for index, info in data.items() if isinstance(data, dict) else ():
         file, at = getattr(info, "relative_path", ""), getattr(info, "offset", 0)
         if index.fqn in wanted and isinstance(file, str) and isinstance(at, int):
             places[index.fqn, tuple(index.offset or ())] = (file, at)
-    return {
-        (fqn, offset): places.get((fqn, offset or ()), ("", 0))
-        for fqn, offsets in wanted.items()
-        for offset in offsets
-    }
+    for fqn, (numbers, offsets) in wanted.items():
+        for number, at_chunk in zip(numbers, offsets, strict=True):
+            found[number] = places.get((fqn, at_chunk or ()), ("", 0))
+    return found
 
 
 def _cut(boxes: dict[_Bounds, list[Owner]]) -> list[tuple[Box | None, list[Owner]]]:
