@@ -31,6 +31,7 @@ _SEEDS = {
 }
 """Rounds that always run: of small worlds, as starting a rank is most of what a round costs."""
 _STRUCK = {*_SEEDS} - {"no fault"}
+_AGAIN = 3
 _FEW = [(kind, str(seed)) for kind, seeds in _SEEDS.items() for seed in seeds]
 _ALL = [*_FEW, *((kind, str(seed)) for kind in KINDS for seed in range(20, 23))]
 
@@ -48,10 +49,13 @@ def test_a_round(running: Soak, case: tuple[str, str]) -> None:
     account = running.account
     before = len(account.losses + account.errors + account.hangs)
     struck = account.struck[kind]
-    running.run(seed, kind)
-    assert len(account.losses + account.errors + account.hangs) == before, account.problems()
-    if kind in _STRUCK:
-        assert account.struck[kind] > struck
+    # On a busy machine a kill may come when all is done: then once more, with other seeds.
+    for attempt in range(1 + _AGAIN * (kind in _STRUCK)):
+        running.run(seed + 1000 * attempt, kind)
+        assert len(account.losses + account.errors + account.hangs) == before, account.problems()
+        if account.struck[kind] > struck:
+            break
+    assert account.struck[kind] > struck or kind not in _STRUCK
 
 
 @pytest.mark.filterwarnings("ignore")
