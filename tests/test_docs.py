@@ -55,7 +55,13 @@ _SHOWS_SIZES = lacks(PICKLES_SHORTLY, "objects of the sizes that the page shows"
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=_SHOWS_SIZES if page.startswith("docs/tools") else ())
+        pytest.param(
+            page,
+            marks=[
+                *[_SHOWS_SIZES] * page.startswith("docs/tools"),
+                *[pytest.mark.slow] * (page == "docs/tools_output.md"),  # many a checkpoint
+            ],
+        )
         for page in PAGES
     ],
 )
