@@ -41,8 +41,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, dict[str, float]]]] = {
             "load, 4 ranks, use_orig_params=True: speed": {
                 "stock A": 1, "stock B": 0.5, "ours": 24,
             },
-            "save, 4 ranks, use_orig_params=True: extra memory": {"stock": 380, "ours": 1},
-            "load, 4 ranks, use_orig_params=True: extra memory": {
+            "save, 4 ranks, use_orig_params=True: extra MiB": {"stock": 380, "ours": 1},
+            "load, 4 ranks, use_orig_params=True: extra MiB": {
                 "stock A": 0, "stock B": 0, "ours": 7,
             },
         },
