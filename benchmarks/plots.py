@@ -73,7 +73,7 @@ def _stock_vs_ours(run: Mapping[str, Any]) -> list[Panel]:
             for name, each in run[phase].items()
             if not name.startswith("raw")
         }
-        title = f"{phase}, {about}: extra MiB a rank (less is better)"
+        title = f"{phase}, {about}: extra MiB (less is better)"
         found.append(Panel(title, extra, " MiB"))
     return found
 
