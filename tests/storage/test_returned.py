@@ -30,6 +30,15 @@ def _state() -> dict[str, Any]:
     return {"a": torch.arange(6.0), "b": {"c": 1, "d": torch.ones(2, 3)}, "step": 3}
 
 
+def _settled(metadata: Metadata) -> Metadata:
+    """Without the strides that torch 2.15 has of tensors, and that are not written."""
+    for each in metadata.state_dict_metadata.values():
+        properties = getattr(each, "properties", None)
+        if hasattr(properties, "strides"):
+            properties.strides = None
+    return metadata
+
+
 def _fields(metadata: Metadata) -> dict[str, Any]:
     fields = dict(vars(metadata))
     fields["storage_data"] = {
@@ -47,7 +56,7 @@ def _every_rank(rank: int, world: int, folder: str) -> None:
         assert isinstance(found, Metadata)
         written = pickle.loads(Path(path, ".metadata").read_bytes())
         written.__dict__["dcp_fsdp_osd"].pop("index", None)
-        assert _fields(found) == _fields(written)
+        assert _fields(_settled(found)) == _fields(written)
         assert found == written or rank == 0  # whose entries are a mapping of ours
         assert type(found) is Metadata
         assert type(pickle.loads(pickle.dumps(found))) is Metadata
@@ -69,7 +78,7 @@ USES: dict[str, Any] = {
     "repr": repr,
     "equality": lambda found: found == Metadata({}),
     "equality from the other side": lambda found: Metadata({}) == found,
-    "replace": lambda found: dataclasses.replace(found, version="2"),
+    "replace": lambda found: dataclasses.replace(found, planner_data=None),
     "asdict": lambda found: dataclasses.fields(found) and found.version,
     "pickle": pickle.dumps,
     "copy": copy.copy,
@@ -89,7 +98,7 @@ def _sent() -> tuple[Metadata, Metadata]:
     _, metadata = planner.create_global_plan([planner.create_local_plan()])
     metadata.version = "1.0.0"
     metadata.storage_data = {}
-    send_as(metadata, dump_metadata(metadata))
+    send_as(_settled(metadata), dump_metadata(metadata))
     return metadata, pickle.loads(pickle.dumps(metadata))
 
 
