@@ -48,6 +48,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from benchmarks.llama import llama_units
 from benchmarks.measure import rss_bytes, table, write_json
 from dcp_fsdp_osd import FlatOptimLoadPlanner, StreamingReader
 from dcp_fsdp_osd.checkpoint import INFO_KEY, SavedInfo
@@ -72,28 +73,7 @@ _VARIANTS = ("index", "whole", "stock")
 
 def llama(blocks: int, width: int = 4096) -> list[Unit]:
     """FSDP1 units of Llama-3-8B, or of as many blocks."""
-    hidden, keys = width // 2 * 7, width // 4
-    block = {
-        "self_attn.q_proj.weight": (width, width),
-        "self_attn.k_proj.weight": (keys, width),
-        "self_attn.v_proj.weight": (keys, width),
-        "self_attn.o_proj.weight": (width, width),
-        "mlp.gate_proj.weight": (hidden, width),
-        "mlp.up_proj.weight": (hidden, width),
-        "mlp.down_proj.weight": (width, hidden),
-        "input_layernorm.weight": (width,),
-        "post_attention_layernorm.weight": (width,),
-    }
-    root = {
-        "model.embed_tokens.weight": (128256, width),
-        "model.norm.weight": (width,),
-        "lm_head.weight": (128256, width),
-    }
-    named = [root] + [
-        {f"model.layers.{number}.{name}": shape for name, shape in block.items()}
-        for number in range(blocks)
-    ]
-    return [Unit(tuple(each.items())) for each in named]
+    return llama_units(width, blocks, 128256)
 
 
 def layouts(blocks: int, world_size: int) -> list[FlatLayout]:

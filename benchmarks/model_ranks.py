@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from benchmarks.launch import report
+from benchmarks.llama import llama_units
 from benchmarks.measure import raw_bytes
 from benchmarks.repeated_saves import Rank
 from benchmarks.repeated_saves_ranks import NoPlanner, NoWriter
@@ -50,28 +51,7 @@ class Job:
         """A Llama's, of about as much state: two moments, float32."""
         elements = self.mib * 2**20 / 8
         width = max(32, round(math.sqrt(elements / (13 * self.blocks + 4)) / 32) * 32)
-        hidden, keys, words = width * 7 // 2, width // 4, 2 * width
-        block = {
-            "self_attn.q_proj.weight": (width, width),
-            "self_attn.k_proj.weight": (keys, width),
-            "self_attn.v_proj.weight": (keys, width),
-            "self_attn.o_proj.weight": (width, width),
-            "mlp.gate_proj.weight": (hidden, width),
-            "mlp.up_proj.weight": (hidden, width),
-            "mlp.down_proj.weight": (width, hidden),
-            "input_layernorm.weight": (width,),
-            "post_attention_layernorm.weight": (width,),
-        }
-        root = {
-            "embed_tokens.weight": (words, width),
-            "norm.weight": (width,),
-            "lm_head.weight": (words, width),
-        }
-        named = [root] + [
-            {f"layers.{number}.{name}": shape for name, shape in block.items()}
-            for number in range(self.blocks)
-        ]
-        return [Unit(tuple(each.items())) for each in named]
+        return llama_units(width, self.blocks, 2 * width)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 from benchmarks.launch import run_ranks
+from benchmarks.llama import llama_units
 from benchmarks.measure import table, write_json
 from dcp_fsdp_osd import FlatOptimSavePlanner
 from dcp_fsdp_osd.compact import no_collections
@@ -61,28 +62,7 @@ _SAVES = 3
 
 
 def llama(flat: bool) -> list[Unit]:
-    width, hidden, vocabulary, keys = 64, 224, 2004, 16  # 1/64 of 4096, 14336, 128256, 1024
-    block = {
-        "self_attn.q_proj.weight": (width, width),
-        "self_attn.k_proj.weight": (keys, width),
-        "self_attn.v_proj.weight": (keys, width),
-        "self_attn.o_proj.weight": (width, width),
-        "mlp.gate_proj.weight": (hidden, width),
-        "mlp.up_proj.weight": (hidden, width),
-        "mlp.down_proj.weight": (width, hidden),
-        "input_layernorm.weight": (width,),
-        "post_attention_layernorm.weight": (width,),
-    }
-    root = {
-        "model.embed_tokens.weight": (vocabulary, width),
-        "model.norm.weight": (width,),
-        "lm_head.weight": (vocabulary, width),
-    }
-    named = [root] + [
-        {f"model.layers.{number}.{name}": shape for name, shape in block.items()}
-        for number in range(32)
-    ]
-    return [Unit(tuple(each.items()), use_orig_params=not flat) for each in named]
+    return llama_units(64, 32, 2004, use_orig_params=not flat)  # 1/64 of the widths of 8B
 
 
 class Rank:
