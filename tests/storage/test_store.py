@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from dcp_fsdp_osd.errors import StorageError, UnsafeCheckpointError
-from dcp_fsdp_osd.storage.local_store import LocalStore
+from dcp_fsdp_osd.storage import local_store
+from dcp_fsdp_osd.storage.local_store import LocalStore, begin_writeback
 from dcp_fsdp_osd.storage.obstore_store import ObstoreStore
 from dcp_fsdp_osd.storage.opening import choose, open_store
 from dcp_fsdp_osd.storage.redact import redact
@@ -248,3 +251,38 @@ def test_secrets_are_taken_out() -> None:
     for secret in ("AKIA123", "very/secret", "tok456", "user:pw", "abc"):
         assert secret not in text
     assert "very/secret" not in repr(StoreConfig("s3://b/x", options=options))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_the_kernel_is_asked_to_write(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb", buffering=0) as file:
+        file.write(bytes(1 << 16))
+        assert begin_writeback(file.fileno(), 0, 1 << 16)
+        assert begin_writeback(file.fileno(), 1 << 12, 1 << 13)
+        assert not begin_writeback(file.fileno(), -1, 1 << 12)
+    end, other = os.pipe()
+    try:
+        assert not begin_writeback(other, 0, 1 << 12)
+    finally:
+        os.close(end)
+        os.close(other)
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_each_part_is_on_its_way_to_the_disk_before_the_fsync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def seen(fd: int, offset: int, count: int) -> bool:
+        assert os.fstat(fd).st_size >= offset + count
+        asked.append((offset, count))
+        return begin_writeback(fd, offset, count)
+
+    monkeypatch.setattr(local_store, "begin_writeback", seen)
+    store = LocalStore(StoreConfig(url=str(tmp_path), fsync=fsync))
+    upload = store.create("file", 1 << 12, 1)
+    upload.write(1 << 12, [memoryview(bytes(100))])
+    upload.write(0, [memoryview(bytes(4000)), memoryview(bytes(96))])
+    upload.complete((1 << 12) + 100)
+    assert asked == ([(1 << 12, 100), (0, 1 << 12)] if fsync else [])
