@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from benchmarks.measure import table, write_json
 from dcp_fsdp_osd import StreamingReader, StreamingWriter
 from dcp_fsdp_osd.storage.local_store import LocalStore
-from dcp_fsdp_osd.storage.store import StoreConfig
+from dcp_fsdp_osd.storage.store import Seen, StoreConfig
 
 __all__ = ["LatencyStore", "Line", "latency_store", "main"]
 
@@ -79,10 +79,12 @@ class LatencyStore(LocalStore):
         super().__init__(config)
         self._line = line
 
-    def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
+    def read_into(
+        self, name: str, offset: int, pieces: Sequence[memoryview], seen: Seen | None = None
+    ) -> None:
         with self._line.request(sum(map(len, pieces))):
             if self._line.moves:
-                super().read_into(name, offset, pieces)
+                super().read_into(name, offset, pieces, seen)
 
     def create(self, name: str, part_size: int, parallel: int) -> Any:
         return _LatencyUpload(super().create(name, part_size, parallel), self._line)

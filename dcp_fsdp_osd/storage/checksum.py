@@ -9,12 +9,12 @@ instead of skipping the check: ``verify=True`` never means "verified if possible
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dcp_fsdp_osd.errors import StorageError
 
-__all__ = ["BlockHasher", "Checksum", "best_checksum", "checksum_named"]
+__all__ = ["BlockHasher", "Checksum", "RangeHasher", "best_checksum", "checksum_named"]
 
 
 @dataclass(frozen=True)
@@ -115,3 +115,35 @@ class BlockHasher:
         self._done.append(self._open)
         self._open = 0
         self._filled = 0
+
+
+class RangeHasher:
+    """Checksums of some ranges of a stream of bytes that passes by; not thread-safe.
+
+    Args:
+        position: of the stream's first byte.
+        ranges: start, end and block of each, in bytes; in order, none over another.
+    """
+
+    def __init__(
+        self, checksum: Checksum, position: int, ranges: Sequence[tuple[int, int, int]]
+    ) -> None:
+        self._position = position
+        self._ranges = [(start, end, BlockHasher(checksum, block)) for start, end, block in ranges]
+        self._first = 0
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes of the stream."""
+        begin, until = self._position, self._position + len(data)
+        self._position = until
+        for start, end, hasher in self._ranges[self._first :]:
+            if start >= until:
+                break
+            hasher.update(data[max(start - begin, 0) : end - begin])
+            if end > until:
+                break
+            self._first += 1
+
+    def finish(self) -> list[list[int]]:
+        """The checksum of each block of each range.  Nothing may be added afterwards."""
+        return [hasher.finish() for *_, hasher in self._ranges]

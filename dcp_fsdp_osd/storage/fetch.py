@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError
-from dcp_fsdp_osd.storage.checksum import BlockHasher, Checksum
+from dcp_fsdp_osd.storage.checksum import Checksum, RangeHasher
 from dcp_fsdp_osd.storage.device import SideStreams
 from dcp_fsdp_osd.storage.foreign import HEAD_BYTES, TAIL_BYTES
 from dcp_fsdp_osd.storage.memory import DTYPES, ScratchPool, revoke, view_bytes
@@ -287,29 +287,48 @@ class Fetcher:
             stage(end - at)
 
     def _read(self, job: _Job) -> _Job:
-        """On a pool thread: fill the views, and compute the checksums while they are in cache."""
+        """On a pool thread: fill the views, and compute the checksums of what comes in."""
         fetch = job.fetch
-        self._read_range(fetch, job.views, self._entries[fetch.ranges[0].entry].where())
-        checksum = self._checksum
-        for file_range, (first, last) in zip(fetch.ranges, job.shares, strict=True):
+        checked: list[tuple[FileRange, int]] = []
+        around: list[tuple[FileRange, int]] = []
+        for file_range, (first, _) in zip(fetch.ranges, job.shares, strict=True):
             entry = self._entries[file_range.entry]
-            if checksum is None or not isinstance(entry, TensorEntry) or not entry.block:
+            if self._checksum is None or not isinstance(entry, TensorEntry) or not entry.block:
                 continue
             if file_range.origin < 0:
-                job.around.append((file_range, bytes(job.views[first])))
-                continue
-            hasher = BlockHasher(checksum, entry.block)
-            for view in job.views[first:last]:
-                hasher.update(view)
-            block = (file_range.start - file_range.origin) // entry.block
-            job.blocks.append((file_range.entry, block, hasher.finish()))
+                around.append((file_range, first))
+            else:
+                checked.append((file_range, entry.block))
+        where = self._entries[fetch.ranges[0].entry].where()
+        found = self._read_range(fetch, job.views, where, checked)
+        for (file_range, block), crcs in zip(checked, found, strict=True):
+            number = (file_range.start - file_range.origin) // block
+            job.blocks.append((file_range.entry, number, crcs))
+        job.around = [(file_range, bytes(job.views[first])) for file_range, first in around]
         return job
 
-    def _read_range(self, fetch: Fetch, views: list[memoryview], where: str) -> None:
+    def _read_range(
+        self,
+        fetch: Fetch,
+        views: list[memoryview],
+        where: str,
+        checked: Sequence[tuple[FileRange, int]] = (),
+    ) -> list[list[int]]:
+        """Fill the views; the checksums of the blocks of those lengths of each of `checked`."""
         session = self._session
+
+        def read() -> list[list[int]]:
+            if self._checksum is None or not checked:
+                session.store.read_into(fetch.name, fetch.start, views)
+                return []
+            ranges = [(part.start, part.end, block) for part, block in checked]
+            hasher = RangeHasher(self._checksum, fetch.start, ranges)
+            session.store.read_into(fetch.name, fetch.start, views, hasher.update)
+            return hasher.finish()
+
         try:
-            session.retried(
-                lambda: session.store.read_into(fetch.name, fetch.start, views),
+            return session.retried(
+                read,
                 f"read {fetch.name} bytes {fetch.start} to {fetch.end}",
                 self._stats,
                 self._pool.stopped,

@@ -21,6 +21,7 @@ from dcp_fsdp_osd.storage.store import (
     Commit,
     Limits,
     NoRetryError,
+    Seen,
     Store,
     StoreConfig,
     causes,
@@ -70,13 +71,15 @@ class FsspecStore:
         self._fs = fs
         self._root = path.rstrip("/")
 
-    def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
+    def read_into(
+        self, name: str, offset: int, pieces: Sequence[memoryview], seen: Seen | None = None
+    ) -> None:
         path, end = self._path(name), offset + sum(map(len, pieces))
         if isinstance(self._fs, HTTPFileSystem):
             data = sync(self._fs.loop, _http_range, self._fs, path, offset, end)
         else:
             data = self._fs.cat_file(path, start=offset, end=end)
-        scatter(data, pieces)
+        scatter(data, pieces, seen)
 
     def read(self, name: str, limit: int) -> bytes:
         size = self.size(name)

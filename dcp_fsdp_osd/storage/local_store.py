@@ -17,7 +17,7 @@ from pathlib import Path
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.storage.location import local_path
 from dcp_fsdp_osd.storage.memory import copy_bytes
-from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig
+from dcp_fsdp_osd.storage.store import Commit, Limits, Seen, StoreConfig
 
 __all__ = ["LocalStore", "begin_writeback"]
 
@@ -40,9 +40,11 @@ class LocalStore:
         self._root = Path(local_path(config.url))
         self._fsync = config.fsync
 
-    def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
+    def read_into(
+        self, name: str, offset: int, pieces: Sequence[memoryview], seen: Seen | None = None
+    ) -> None:
         with self._open(name) as file:
-            _receive(file.fileno(), offset, pieces)
+            _receive(file.fileno(), offset, pieces, seen)
 
     def read(self, name: str, limit: int) -> bytes:
         with self._open(name) as file:
@@ -199,7 +201,7 @@ _CHUNK = 1 << 19  # stays in a core's cache on its way from the kernel to where 
 _idle = threading.local()
 
 
-def _receive(fd: int, offset: int, pieces: Sequence[memoryview]) -> None:
+def _receive(fd: int, offset: int, pieces: Sequence[memoryview], seen: Seen | None) -> None:
     """Fill `pieces` by way of memory of this thread's own.
 
     A read may hang for minutes, in a system call that cannot be called off.  When it wakes up, the
@@ -215,6 +217,8 @@ def _receive(fd: int, offset: int, pieces: Sequence[memoryview]) -> None:
         done = os.preadv(fd, [chunk[: min(left, _CHUNK)]], offset)
         if done == 0:
             raise EOFError(f"the file ends at byte {os.fstat(fd).st_size}")
+        if seen is not None:
+            seen(chunk[:done])
         left -= done
         offset += done
         at = 0

@@ -30,6 +30,7 @@ from dcp_fsdp_osd.storage.store import (
     Commit,
     Limits,
     NoRetryError,
+    Seen,
     StoreConfig,
     causes,
     scatter,
@@ -148,7 +149,9 @@ class ObstoreStore:
                 found = find_credentials()
         return options if found is None else found.added_to(options)
 
-    def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
+    def read_into(
+        self, name: str, offset: int, pieces: Sequence[memoryview], seen: Seen | None = None
+    ) -> None:
         size = sum(map(len, pieces))
         if not size:
             return
@@ -158,7 +161,7 @@ class ObstoreStore:
             if _status(error) == 416:
                 raise EOFError("the range begins behind the end of the file") from error
             raise
-        scatter(memoryview(data), pieces)
+        scatter(memoryview(data), pieces, seen)
 
     def read(self, name: str, limit: int) -> bytes:
         begun = self.obs.get(self.store, self.key(name))

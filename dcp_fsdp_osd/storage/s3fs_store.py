@@ -25,6 +25,7 @@ from dcp_fsdp_osd.storage.options import for_s3fs
 from dcp_fsdp_osd.storage.store import (
     Commit,
     Limits,
+    Seen,
     StoreConfig,
     causes,
     check_range,
@@ -42,6 +43,10 @@ _RETRIED = {
     "RequestTimeTooSkewed", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException",
     "TooManyRequests", "ConditionalRequestConflict", "XAmzContentSHA256Mismatch", "BadDigest",
 }  # fmt: skip
+_LOST = (
+    "ConnectionError", "TimeoutError", "ClosedError", "StreamingError", "HTTPClientError",
+    "ParserError", "ConnectTimeout", "IncompleteReadError",
+)  # fmt: skip
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 
 
@@ -171,7 +176,9 @@ class S3fsStore:
     def key(self, name: str) -> str:
         return f"{self._prefix}{name}"
 
-    def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
+    def read_into(
+        self, name: str, offset: int, pieces: Sequence[memoryview], seen: Seen | None = None
+    ) -> None:
         size = sum(map(len, pieces))
         if size == 0:
             return
@@ -196,6 +203,9 @@ class S3fsStore:
             if "InvalidRange" in _codes(error):
                 raise EOFError("the range begins behind the end of the file") from error
             raise
+        if seen is not None:
+            for piece in pieces:
+                seen(piece)
 
     async def _get(self, name: str, **kwargs: Any) -> Any:
         return await self._fs._call_s3(
@@ -321,18 +331,7 @@ class S3fsStore:
             or type(cause).__module__.partition(".")[0] == "aiohttp"
             or (
                 type(cause).__module__.startswith(("botocore", "aiobotocore"))
-                and type(cause).__name__.endswith(
-                    (
-                        "ConnectionError",
-                        "TimeoutError",
-                        "ClosedError",
-                        "StreamingError",
-                        "HTTPClientError",
-                        "ParserError",
-                        "ConnectTimeout",
-                        "IncompleteReadError",
-                    )
-                )
+                and type(cause).__name__.endswith(_LOST)
             )
             for cause in causes(error)
         )

@@ -110,6 +110,9 @@ class NoRetryError(Exception):
     """
 
 
+Seen = Callable[[memoryview], None]
+
+
 class Upload(Protocol):
     """A file being written.  It exists for readers after :meth:`complete` at the latest.
 
@@ -134,8 +137,14 @@ class Store(Protocol):
     def limits(self) -> Limits:
         """How this store likes to be used."""
 
-    def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
-        """Fill `pieces`, one after the other, with the file's bytes from `offset` on."""
+    def read_into(
+        self, name: str, offset: int, pieces: Sequence[memoryview], seen: Seen | None = None
+    ) -> None:
+        """Fill `pieces`, one after the other, with the file's bytes from `offset` on.
+
+        `seen` is called with these bytes, in order, in parts of any length: while they are in the
+        CPU's cache, if the store has them there.
+        """
 
     def read(self, name: str, limit: int) -> bytes:
         """A whole file; ``StorageError`` if it has more than `limit` bytes."""
@@ -227,8 +236,10 @@ def upload_seconds(stall_seconds: float, nbytes: int) -> float:
     return max(3 * stall_seconds, 0.1) * max(1.0, nbytes / _PART)
 
 
-def scatter(data: bytes | memoryview, pieces: Sequence[memoryview]) -> None:
-    """Copy `data` into `pieces`, one after the other.
+def scatter(
+    data: bytes | memoryview, pieces: Sequence[memoryview], seen: Seen | None = None
+) -> None:
+    """Copy `data` into `pieces`, one after the other; `seen` sees it.
 
     Raises:
         EOFError: it is shorter than they are.
@@ -242,6 +253,8 @@ def scatter(data: bytes | memoryview, pieces: Sequence[memoryview]) -> None:
         )
     if len(view) != size:
         raise EOFError(f"asked for {size} bytes, received {len(view)}")
+    if seen is not None:
+        seen(view)
     position = 0
     for piece in pieces:
         piece[:] = view[position : position + len(piece)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcp_fsdp_osd.storage.local_store import LocalStore
-from dcp_fsdp_osd.storage.store import Commit, Limits, StoreConfig, Upload
+from dcp_fsdp_osd.storage.store import Commit, Limits, Seen, StoreConfig, Upload
 
 
 class Killed(BaseException):
@@ -69,9 +69,11 @@ class ScriptedStore:
     def limits(self) -> Limits:
         return replace(self._store.limits, **self._script.limits)
 
-    def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
+    def read_into(
+        self, name: str, offset: int, pieces: Sequence[memoryview], seen: Seen | None = None
+    ) -> None:
         with self._script.step("read", name, offset, sum(map(len, pieces))):
-            self._store.read_into(name, offset, pieces)
+            self._store.read_into(name, offset, pieces, seen)
 
     def read(self, name: str, limit: int) -> bytes:
         with self._script.step("read whole", name):

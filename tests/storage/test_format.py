@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
+import random
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_fsdp_osd.storage.checksum import BlockHasher, best_checksum, checksum_named
+from dcp_fsdp_osd.storage.checksum import BlockHasher, RangeHasher, best_checksum, checksum_named
 from dcp_fsdp_osd.storage.entry import (
     ALIGNMENT,
     Envelopes,
@@ -108,6 +111,36 @@ def test_an_envelope_from_a_template_is_the_same(
             table = [checksum.extend(0, header), *hasher.finish()]
         trailer = tensor_trailer(header, len(payload), table)
         assert envelopes.around(dtype, sizes, payload, offset) == (header, trailer)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40), st.integers(1, 16)), max_size=5),
+    st.lists(st.integers(1, 30), min_size=1, max_size=20),
+    st.integers(0, 1000),
+)
+def test_ranges_of_a_stream_are_hashed_in_whatever_parts_it_comes(
+    drawn: list[tuple[int, int, int]], parts: list[int], position: int
+) -> None:
+    checksum, ranges, end = checksum_named("crc32"), [], position
+    for gap, size, block in drawn:
+        ranges.append((end + gap, end + gap + size, block))
+        end += gap + size
+    data = random.Random(position).randbytes(end - position + 7)
+    expected = [
+        [
+            zlib.crc32(data[at - position : min(at + block, stop) - position])
+            for at in range(start, stop, block)
+        ]
+        for start, stop, block in ranges
+    ]
+    hasher, at = RangeHasher(checksum, position, ranges), 0
+    for size in itertools.cycle(parts):
+        hasher.update(memoryview(data)[at : at + size])
+        at += size
+        if at >= len(data):
+            break
+    assert hasher.finish() == expected
 
 
 def test_every_dtype() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
 from dcp_fsdp_osd.errors import UnsafeCheckpointError
 from dcp_fsdp_osd.storage import StreamingReader, local_store
-from dcp_fsdp_osd.storage.store import check_name
+from dcp_fsdp_osd.storage.store import Seen, check_name
 from dcp_fsdp_osd.storage.transfer import RetryPolicy
 from tests.servers import Fault, fault_proxy
 from tests.storage.attacks.case import Attack, Gives, Refused
@@ -39,13 +39,15 @@ QUICK = RetryPolicy(tries=2, seconds=5, first=0.001, longest=0.01)
 class LateStore(ScriptedStore):
     """Somebody's own store, which writes into what it was given when it wakes up."""
 
-    def read_into(self, name: str, offset: int, pieces: Sequence[memoryview]) -> None:
+    def read_into(
+        self, name: str, offset: int, pieces: Sequence[memoryview], seen: Seen | None = None
+    ) -> None:
         if name.endswith(".distcp"):
             time.sleep(1.5)
             for piece in pieces:
                 with contextlib.suppress(ValueError):
                     piece[:] = bytes([7]) * len(piece)
-        super().read_into(name, offset, pieces)
+        super().read_into(name, offset, pieces, seen)
 
 
 @contextlib.contextmanager
