@@ -23,9 +23,10 @@ nor fails; data are in memory (a GPU copies faster than it writes); waiting over
 
 **The check.**  Gloo ranks save and load ``--mib`` MiB of optimizer state on a local disk, with the
 layout of a Llama of eight blocks, sharded as FSDP1 does it.  In the same run, in turn with those:
-raw writes and reads of as many bytes by as many processes, saves and loads of nothing; before
-them, by one process, planning of the same ranks, and a save and a load of as many tensors of next
-to no bytes, for the seconds of an item.  Of each, the round that others disturbed least
+raw writes, and reads by way of a chunk of 512 KiB, as the reader makes them, of as many bytes by as
+many processes; saves and loads of nothing.  Before them, by one process, planning of the same
+ranks, and a save and a load of as many tensors of next to no bytes, for the seconds in which an
+item is handed to the threads that write and read.  Of each, the round that others disturbed least
 (the least of rounds; of ranks the slowest).  Nothing is fitted.
 
 **The predictions.**  Llama-3 8B and 70B, weights and AdamW's moments in float32, FSDP1 wrapped per
@@ -50,7 +51,7 @@ from typing import Any
 from benchmarks.io_shape import ITEM, STATES, Layout, Saved
 from benchmarks.launch import run_ranks
 from benchmarks.measure import table, write_json
-from benchmarks.model_ranks import Job, Played, play
+from benchmarks.model_ranks import Job, Played, Work, play
 
 __all__ = ["CLUSTERS", "Machine", "Work", "load_seconds", "main", "save_seconds"]
 
@@ -93,40 +94,6 @@ class Machine:
     def own(self, seconds: float, ranks: int) -> float:
         """Wall seconds of what each rank computes for itself."""
         return seconds * max(1.0, ranks / self.cores) if self.cores else seconds
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a save and a load have to do; bytes and seconds.
-
-    Attributes:
-        state: bytes of all ranks, each counted once; ``replicas`` hold the same.
-        own, load_own: seconds of one rank, alone.
-        coordinator, load_coordinator: seconds of its unpickling, planning, pickling.
-        results: seconds of unpickling them; ``metadata``: of filling and pickling.
-        up, down, told: bytes of a rank's plan, answer, results; ``load_up``, ``load_down``.
-        file: bytes of ``.metadata``; ``index``: what is read of it.
-        requests: of one rank's writes; ``load_requests``: of its reads, the most of any rank.
-    """
-
-    ranks: int
-    state: float
-    own: float
-    load_own: float
-    coordinator: float
-    load_coordinator: float
-    results: float
-    metadata: float
-    up: float
-    down: float
-    told: float
-    load_up: float
-    load_down: float
-    file: float
-    index: float
-    requests: float = 1
-    load_requests: float = 1
-    replicas: int = 1
 
 
 def _data(machine: Machine, work: Work, bandwidth: float, nbytes: float, requests: float) -> float:
@@ -194,10 +161,10 @@ def check(world: int, mib: int, rounds: int, folder: str) -> dict[str, Any]:
         name: min(max(each) for each in zip(*(r[name] for r in ranks), strict=True))
         for name in ranks[0]
     }
-    nbytes = played.state
+    nbytes = played.work.state
     machine = Machine(
         write=nbytes / found["raw write"],
-        read=nbytes / found["raw read"],
+        read=nbytes / found["read by chunk"],
         hashing=nbytes / world / found["hash"],
         cores=min(os.cpu_count() or 1, world),
         nothing=found["nothing"],
@@ -205,7 +172,7 @@ def check(world: int, mib: int, rounds: int, folder: str) -> dict[str, Any]:
         commit=2,
     )
     # The latency of a small file is that of a commit's; data are written and read without it.
-    work = replace(work_of(played), requests=0, load_requests=0)
+    work = played.work
     load = replace(machine, nothing=found["load nothing"], request=0.0)
     return {
         "ranks": world,
@@ -214,11 +181,6 @@ def check(world: int, mib: int, rounds: int, folder: str) -> dict[str, Any]:
         "save": {"measured": found["save"], **save_seconds(machine, work)},
         "load": {"measured": found["load"], **load_seconds(load, work)},
     }
-
-
-def work_of(played: Played) -> Work:
-    values = {name: value for name, value in vars(played).items() if name != "boxes"}
-    return Work(**values)
 
 
 # -------------------------------------------------------------- the predictions
@@ -232,6 +194,7 @@ def predictions(played: Played, rows: Sequence[dict[str, float]]) -> list[dict[s
         rows: of ``benchmarks.scale``.
     """
     found = []
+    known = played.work
     base = len(Layout("fsdp1", "8B", 1).shapes)
     for model in ("8B", "70B"):
         for row in rows:
@@ -245,19 +208,19 @@ def predictions(played: Played, rows: Sequence[dict[str, float]]) -> list[dict[s
             work = Work(
                 ranks=ranks,
                 state=state,
-                own=played.own * of_rank * played.ranks / played.boxes,
-                load_own=played.load_own * of_rank * played.ranks / played.boxes,
+                own=played.plan * more + played.item * of_rank,
+                load_own=played.load_plan * more + played.load_item * of_rank,
                 coordinator=row["save"] * more,
                 load_coordinator=row["load"] * more,
-                results=played.results * boxes / played.boxes,
-                metadata=played.metadata * boxes / played.boxes,
+                results=known.results * boxes / played.boxes,
+                metadata=known.metadata * boxes / played.boxes,
                 up=row["up"] * more,
                 down=row["down"] * more,
-                told=played.told * of_rank * played.ranks / played.boxes,
+                told=known.told * of_rank * known.ranks / played.boxes,
                 load_up=row["load up"] * more,
                 load_down=row["load down"],
-                file=played.file * boxes / played.boxes,
-                index=played.index * boxes / played.boxes,
+                file=known.file * boxes / played.boxes,
+                index=known.index * boxes / played.boxes,
                 requests=state / ranks / (8 << 20),
                 load_requests=reads,
             )
@@ -320,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for what in ("save", "load")
     ]
     print(table(lines, header=["", "ranks", "", "seconds", *_PARTS]))
-    write_json(args.json, {"check": checked, "played": vars(played), "predictions": found})
+    write_json(args.json, {"check": checked, "played": asdict(played), "predictions": found})
     if args.plot:
         _plot(found, args.plot)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -30,12 +30,14 @@ from dcp_fsdp_osd.compact import no_collections
 from dcp_fsdp_osd.fsdp.optim import Target
 from dcp_fsdp_osd.layout import FlatLayout, ParamKind, ParamLayout, Unit, simulate
 from dcp_fsdp_osd.storage.checksum import best_checksum
+from dcp_fsdp_osd.storage.memory import copy_bytes
 from dcp_fsdp_osd.storage.metadata import FOOT_BYTES, dump_metadata, fill_metadata, index_start
 from dcp_fsdp_osd.storage.results import unpack_results
 
-__all__ = ["Job", "Played", "play"]
+__all__ = ["Job", "Played", "Work", "play"]
 
 _PIECE = 8 << 20
+_CHUNK = 1 << 19  # of the reader of local files
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,20 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Played:
-    """Planning of all ranks by one process; fields as of ``benchmarks.model.Work``."""
+class Work:
+    """What a save and a load have to do; bytes and seconds.
+
+    Attributes:
+        state: bytes of all ranks, each counted once; ``replicas`` hold the same.
+        own, load_own: CPU seconds of one rank, alone.
+        coordinator, load_coordinator: seconds of its unpickling, planning, pickling.
+        results: seconds of unpickling them; ``metadata``: of filling and pickling.
+        up, down, told: bytes of a rank's plan, answer, results; ``load_up``, ``load_down``.
+        file: bytes of ``.metadata``; ``index``: what is read of it.
+        requests: of one rank's writes; ``load_requests``: of its reads, the most of any rank.
+    """
 
     ranks: int
-    boxes: int
     state: float
     own: float
     load_own: float
@@ -74,6 +85,27 @@ class Played:
     load_down: float
     file: float
     index: float
+    requests: float = 0
+    load_requests: float = 0
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Played:
+    """Planning of all ranks by one process.
+
+    Attributes:
+        boxes: of all ranks.
+        plan, load_plan: CPU seconds in which a rank plans, reading the metadata included.
+        item, load_item: CPU seconds of handing one to the threads that write or read.
+    """
+
+    work: Work
+    boxes: int
+    plan: float
+    load_plan: float
+    item: float
+    load_item: float
 
 
 def play(job: Job, world: int, folder: Path) -> Played:
@@ -84,20 +116,38 @@ def play(job: Job, world: int, folder: Path) -> Played:
     return _played(job, world, folder, items)
 
 
+class _Writer(StreamingWriter):
+    seconds = 0.0
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        begin = time.process_time()
+        done = super().write_data(plan, planner)
+        self.seconds = time.process_time() - begin
+        return done
+
+
+class _Reader(StreamingReader):
+    seconds = 0.0
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        begin = time.process_time()
+        done = super().read_data(plan, planner)
+        self.seconds = time.process_time() - begin
+        return done
+
+
 def _items(job: Job, folder: Path) -> tuple[float, float]:
-    """CPU seconds of one item in a save and in a load of next to no bytes, by one rank alone."""
+    """CPU seconds of one item in writes and in reads of next to no bytes, by one rank alone."""
     layout = simulate(job.units(), world_size=1, rank=0)
     rank = _rank(layout, 0)
     state = rank.state(1)
     seconds: list[tuple[float, float]] = []
     for _ in range(4):
-        begin = time.process_time()
-        writer = StreamingWriter(folder, overwrite=True, fsync=False)
+        writer = _Writer(folder, overwrite=True, fsync=False)
         dcp.save(state, storage_writer=writer, planner=rank.planner, no_dist=True)
-        saved = time.process_time()
-        planner = _load_planner(layout)
-        dcp.load(state, storage_reader=StreamingReader(folder), planner=planner, no_dist=True)
-        seconds.append((saved - begin, time.process_time() - saved))
+        reader = _Reader(folder)
+        dcp.load(state, storage_reader=reader, planner=_load_planner(layout), no_dist=True)
+        seconds.append((writer.seconds, reader.seconds))
     items = 3 * len(layout.params)
     save, load = (min(each) / items for each in zip(*seconds, strict=True))
     return save, load
@@ -108,13 +158,17 @@ def _played(job: Job, world: int, folder: Path, items: tuple[float, float]) -> P
     layouts = [simulate(units, world_size=world, rank=number) for number in range(world)]
     ranks = [_rank(layout, number) for number, layout in enumerate(layouts)]
     clock = time.process_time  # one thread's work, whatever else the machine does
+    begin = clock()
     sent = [rank.plan(1, rank is ranks[0]) for rank in ranks]
+    plan = clock() - begin
     gc.collect()
     begin = clock()
     plans, metadata = ranks[0].planner.create_global_plan([pickle.loads(each) for each in sent])
     answers = [pickle.dumps(each) for each in plans]
     coordinator = clock() - begin
+    begin = clock()
     told = [rank.finish(answer) for rank, answer in zip(ranks, answers, strict=True)]
+    plan = (plan + clock() - begin) / world
     with no_collections():
         begin = clock()
         entries, _ = unpack_results([pickle.loads(each) for each in told])
@@ -127,6 +181,7 @@ def _played(job: Job, world: int, folder: Path, items: tuple[float, float]) -> P
     start = index_start(data[-FOOT_BYTES:], len(data), "played") or 0
     planners, load_sent = [], []
     states = [rank.state(1) for rank in ranks]
+    load_begin = clock()
     for rank, layout, state in zip(ranks, layouts, states, strict=True):
         reader, planner = StreamingReader(folder), _load_planner(layout)
         found = reader.read_metadata()
@@ -135,15 +190,15 @@ def _played(job: Job, world: int, folder: Path, items: tuple[float, float]) -> P
         load_sent.append(pickle.dumps(reader.prepare_local_plan(planner.create_local_plan())))
         planners.append(planner)
     planned = clock()
+    load_plan = (planned - load_begin) / world
     global_plans = planners[0].create_global_plan([pickle.loads(each) for each in load_sent])
     down = [pickle.dumps(each) for each in global_plans]
     ended = clock()
-    return Played(
+    work = Work(
         ranks=world,
-        boxes=len(entries),
         state=8.0 * sum(tensor.numel() for rank in ranks for tensor in rank.tensors),
-        own=items[0] * len(entries) / world,
-        load_own=items[1] * len(entries) / world,
+        own=plan + items[0] * len(entries) / world,
+        load_own=load_plan + items[1] * len(entries) / world,
         coordinator=coordinator,
         load_coordinator=ended - planned,
         results=unpacked - begin,
@@ -156,6 +211,7 @@ def _played(job: Job, world: int, folder: Path, items: tuple[float, float]) -> P
         file=len(data),
         index=len(data) - start,
     )
+    return Played(work, len(entries), plan, load_plan, *items)
 
 
 def _mean(messages: list[bytes]) -> float:
@@ -266,6 +322,13 @@ def _run(job: Job) -> dict[str, list[float]]:
             for begin in range(0, len(view), _PIECE):
                 file.readinto(view[begin : begin + _PIECE])
 
+    def read_by_chunk() -> None:
+        chunk = memoryview(bytearray(_CHUNK))
+        with raw.open("rb", buffering=0) as file:
+            for begin in range(0, len(view), _CHUNK):
+                count = file.readinto(chunk[: len(view) - begin])
+                copy_bytes(view, begin, chunk, 0, count)
+
     def hash_it() -> None:
         for begin in range(0, len(view), _PIECE):
             checksum.raw(view[begin : begin + _PIECE], 0)
@@ -295,6 +358,7 @@ def _run(job: Job) -> dict[str, list[float]]:
         "nothing": nothing,
         "save": save,
         "raw read": read,
+        "read by chunk": read_by_chunk,
         "load nothing": load_nothing,
         "load": load,
     }
