@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.llama import llama_units
 from benchmarks.measure import table, write_json
 from benchmarks.metadata_index import layouts, metadata_of
 from dcp_fsdp_osd import FlatOptimLoadPlanner, StreamingReader
@@ -63,7 +64,7 @@ def _reads(layout: FlatLayout, metadata: Any) -> tuple[Any, ...]:
 
 def measure(shards: int, replicas: int, blocks: int) -> dict[str, float]:
     torch.set_num_threads(1)
-    ranks = layouts(blocks, shards)
+    ranks = layouts(llama_units(4096, blocks), shards)
     with tempfile.TemporaryDirectory() as folder, no_collections():
         saved, entries = metadata_of(ranks)
         fill_metadata(saved, entries, "crc32c")

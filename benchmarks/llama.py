@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from dcp_fsdp_osd.layout import Unit
 
-__all__ = ["llama_units"]
+__all__ = ["MODELS", "llama_units"]
+
+MODELS = {"8b": (4096, 32, 1024), "70b": (8192, 80, 1024)}
+"""Of Llama 3: width, blocks, and rows of a key projection (8 heads of 128)."""
 
 
 def llama_units(
-    width: int, blocks: int, vocabulary: int, *, use_orig_params: bool = True
+    width: int,
+    blocks: int,
+    vocabulary: int = 128256,
+    *,
+    keys: int | None = None,
+    use_orig_params: bool = True,
 ) -> list[Unit]:
-    """The root's unit, then one a block; 4096, 32 and 128256 are those of Llama-3-8B."""
-    hidden, keys = width * 7 // 2, width // 4
+    """The root's unit, then one a block; `keys`: rows of a key projection, a quarter of `width`
+    as 8B has it.
+    """
+    hidden, keys = width * 7 // 2, keys or width // 4
     block = {
         "self_attn.q_proj.weight": (width, width),
         "self_attn.k_proj.weight": (keys, width),

@@ -2,8 +2,8 @@
 
     python -m benchmarks.metadata_index [--boxes 50000 200000 500000] [--json out.json]
 
-Llama-3-8B (of 32 blocks; more where more boxes are asked for) under FSDP1, wrapped per block, with
-AdamW state, at the world size at which its boxes are about that many.  The boxes are laid out by
+Llama-3-8B (70B for 500,000 boxes) under FSDP1, wrapped per block, with AdamW state, at the world
+size at which its boxes are about that many.  The boxes are laid out by
 ``layout.simulate``, no data file is written.  Each variant runs in a process of its own: rank 1 of
 the same world reads the metadata from a local file and plans (``read_metadata``,
 ``set_up_planner``, ``create_local_plan``, ``prepare_local_plan``).
@@ -31,7 +31,7 @@ import tempfile
 import time
 import tracemalloc
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from benchmarks.llama import llama_units
+from benchmarks.llama import MODELS, llama_units
 from benchmarks.measure import rss_bytes, table, write_json
 from dcp_fsdp_osd import FlatOptimLoadPlanner, StreamingReader
 from dcp_fsdp_osd.checkpoint import INFO_KEY, SavedInfo
@@ -65,21 +65,44 @@ from dcp_fsdp_osd.storage.metadata import (
     index_start,
     load_metadata,
 )
+from dcp_fsdp_osd.storage.places import ATTRIBUTE
 
-__all__ = ["layouts", "llama", "main", "metadata_of"]
+__all__ = ["entries_of", "layouts", "main", "metadata_of", "of_variant", "stock_pickle"]
 
 _VARIANTS = ("index", "whole", "stock")
 
 
-def llama(blocks: int, width: int = 4096) -> list[Unit]:
-    """FSDP1 units of Llama-3-8B, or of as many blocks."""
-    return llama_units(width, blocks, 128256)
-
-
-def layouts(blocks: int, world_size: int) -> list[FlatLayout]:
+def layouts(units: Sequence[Unit], world_size: int) -> list[FlatLayout]:
     """Of all ranks."""
-    units = llama(blocks)
     return [simulate(units, world_size=world_size, rank=rank) for rank in range(world_size)]
+
+
+def units_of_model(model: str) -> list[Unit]:
+    width, blocks, keys = MODELS[model]
+    return llama_units(width, blocks, keys=keys)
+
+
+def entries_of(
+    layout: FlatLayout, number: int
+) -> Iterator[tuple[tuple[Any, ...], tuple[int, ...], ChunkStorageMetadata, EntryInfo]]:
+    """What rank `number` writes of its tensors: path and shape of the tensor, box, and entry."""
+    end = 0
+    name = f"__{number}_0_{'0123456789abcdef' * 2}.distcp"
+    for state in ("exp_avg", "exp_avg_sq", "step"):
+        for segment in (each for param in layout.params for each in param.segments):
+            boxes = [(piece.box.offsets, piece.box.sizes) for piece in segment.pieces()]
+            shape = segment.shape
+            if state == "step":
+                boxes, shape = [((), ())] if segment.stop > segment.start == 0 else [], ()
+            for offsets, sizes in boxes:
+                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                nbytes = 4 * chunk.sizes.numel()
+                blocks = 1 + -(-nbytes // (1 << 20))
+                length = 704 + nbytes + 841 + 4 * blocks
+                crc = zlib.crc32(f"optim.state.{segment.fqn}.{state}{offsets}".encode())
+                entry = EntryInfo(name, end, length, KIND_TENSOR, crc, 704, nbytes, "float32")
+                yield ("optim", "state", segment.fqn, state), shape, chunk, entry
+                end += length + -length % 64
 
 
 def metadata_of(ranks: Sequence[FlatLayout]) -> tuple[Metadata, list[tuple[MetadataIndex, Any]]]:
@@ -97,32 +120,13 @@ def metadata_of(ranks: Sequence[FlatLayout]) -> tuple[Metadata, list[tuple[Metad
         return key
 
     for number, layout in enumerate(ranks):
-        end = 0
-        name = f"__{number}_0_{'0123456789abcdef' * 2}.distcp"
-        for state in ("exp_avg", "exp_avg_sq", "step"):
-            for segment in (each for param in layout.params for each in param.segments):
-                boxes = [(piece.box.offsets, piece.box.sizes) for piece in segment.pieces()]
-                shape = segment.shape
-                if state == "step":
-                    boxes, shape = [((), ())] if segment.stop > segment.start == 0 else [], ()
-                if not boxes:
-                    continue
-                key = tensor(("optim", "state", segment.fqn, state), shape)
-                for offsets, sizes in boxes:
-                    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                    index = MetadataIndex(key, chunk.offsets, len(stored[key].chunks))
-                    stored[key].chunks.append(chunk)
-                    nbytes = 4 * chunk.sizes.numel()
-                    blocks = 1 + -(-nbytes // (1 << 20))
-                    length = 704 + nbytes + 841 + 4 * blocks
-                    crc = zlib.crc32(f"{key}{offsets}".encode())
-                    entries.append(
-                        (
-                            index,
-                            EntryInfo(name, end, length, KIND_TENSOR, crc, 704, nbytes, "float32"),
-                        )
-                    )
-                    end += length + -length % 64
+        end, name = 0, ""
+        for path, shape, chunk, entry in entries_of(layout, number):
+            key = tensor(path, shape)
+            entries.append((MetadataIndex(key, chunk.offsets, len(stored[key].chunks)), entry))
+            stored[key].chunks.append(chunk)
+            end, name = entry.offset + entry.length, entry.name
+            end += -end % 64
         if not number:
             for option in ("lr", "betas", "eps", "weight_decay", "params"):
                 path = ("optim", "param_groups", 0, option)
@@ -138,24 +142,29 @@ def metadata_of(ranks: Sequence[FlatLayout]) -> tuple[Metadata, list[tuple[Metad
     return metadata, entries
 
 
-_SHAPES = {50_000: (32, 256), 200_000: (32, 1024), 500_000: (80, 1024)}  # boxes: blocks, ranks
+_SHAPES = {50_000: ("8b", 256), 200_000: ("8b", 1024), 500_000: ("70b", 1024)}
 
 
-def _written(folder: Path, blocks: int, world_size: int) -> dict[str, dict[str, Any]]:
+def stock_pickle(metadata: Metadata, entries: Iterable[tuple[MetadataIndex, EntryInfo]]) -> bytes:
+    """What stock writes of the same boxes; `metadata` are stock's then."""
+    vars(metadata).pop(ATTRIBUTE, None)
+    metadata.storage_data = {
+        index: _StorageInfo(entry.name, entry.offset, entry.length) for index, entry in entries
+    }
+    return pickle.dumps(metadata)
+
+
+def _written(folder: Path, model: str, world_size: int) -> dict[str, dict[str, Any]]:
     """Writes the files that the variants read; and what that took."""
     clock = time.process_time
     with no_collections():
-        metadata, entries = metadata_of(layouts(blocks, world_size))
+        metadata, entries = metadata_of(layouts(units_of_model(model), world_size))
         begin = clock()
         fill_metadata(metadata, entries, "crc32c")
         ours = dump_metadata(metadata)
         written = clock() - begin
-        vars(metadata).pop("dcp_fsdp_osd")
-        metadata.storage_data = {
-            index: _StorageInfo(entry.name, entry.offset, entry.length) for index, entry in entries
-        }
         begin = clock()
-        stock = pickle.dumps(metadata)
+        stock = stock_pickle(metadata, entries)
         pickled = clock() - begin
     start = index_start(ours[-FOOT_BYTES:], len(ours), "written") or len(ours)
     told = {"boxes": len(entries), "file": len(ours) / 1e6, "of it": 0.0, "write": written}
@@ -170,10 +179,18 @@ def _written(folder: Path, blocks: int, world_size: int) -> dict[str, dict[str, 
     }
 
 
-def _rank(folder: Path, variant: str, blocks: int, world_size: int) -> dict[str, float]:
-    """One variant, in a process of its own."""
+def of_variant(folder: str, variant: str, model: str, world_size: int) -> dict[str, float]:
+    """What rank 1 of a world does with the file in `folder`, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.metadata_index", "--rank"]
+    command += [folder, variant, model, str(world_size)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def _rank(folder: Path, variant: str, model: str, world_size: int) -> dict[str, float]:
     torch.set_num_threads(1)
-    layout = simulate(llama(blocks), world_size=world_size, rank=1)
+    layout = simulate(units_of_model(model), world_size=world_size, rank=1)
     params = tuple(torch.nn.Parameter(torch.empty(p.numel, device="meta")) for p in layout.params)
     optim = torch.optim.AdamW(params)
     target = Target(layout, params, (torch.device("cpu"),) * len(params))
@@ -219,8 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank:
-        folder, variant, blocks, world_size = options.rank
-        print(json.dumps(_rank(Path(folder), variant, int(blocks), int(world_size))))
+        folder, variant, model, world_size = options.rank
+        print(json.dumps(_rank(Path(folder), variant, model, int(world_size))))
         return
     rows: list[dict[str, Any]] = []
     for boxes in options.boxes:
@@ -228,10 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             shape = _SHAPES[boxes]
             written = _written(Path(folder), *shape)
             for variant in _VARIANTS:
-                command = [sys.executable, "-m", "benchmarks.metadata_index", "--rank"]
-                command += [folder, variant, *map(str, shape)]
-                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-                rows.append({"": variant, **written[variant], **json.loads(done.stdout)})
+                figures = of_variant(folder, variant, *shape)
+                rows.append({"": variant, **written[variant], **figures})
             print(table([list(row.values()) for row in rows], header=list(rows[0])), flush=True)
     write_json(options.json, {"rows": rows})
 

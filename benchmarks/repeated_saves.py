@@ -69,7 +69,7 @@ class Rank:
     def __init__(self, layout: FlatLayout, number: int = 0) -> None:
         self.number = number
         self.planner = FlatOptimSavePlanner.from_layouts({"optim": layout})
-        self.tensors = [torch.zeros(param.numel) for param in layout.params]
+        self.tensors = [torch.empty(param.numel) for param in layout.params]
 
     def state(self, step: int) -> dict[str, Any]:
         state = {

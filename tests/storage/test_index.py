@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from benchmarks.llama import llama_units
 from benchmarks.metadata_index import layouts, metadata_of
 from dcp_fsdp_osd import FlatOptimLoadPlanner
 from dcp_fsdp_osd.errors import CorruptCheckpointError, FlatOptimError
@@ -196,7 +197,7 @@ def test_boxes_that_overlap_one_are_found(name: str, drawn: list[int]) -> None:
 
 
 def test_a_rank_plans_alike_with_it_and_without() -> None:
-    ranks = layouts(1, 200)
+    ranks = layouts(llama_units(4096, 1), 200)
     metadata, entries = metadata_of(ranks)
     fill_metadata(metadata, entries, "crc32c")
     data = dump_metadata(metadata)
