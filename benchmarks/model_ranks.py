@@ -171,10 +171,10 @@ def _played(job: Job, world: int, folder: Path, items: tuple[float, float]) -> P
     plan = (plan + clock() - begin) / world
     with no_collections():
         begin = clock()
-        entries, _ = unpack_results([pickle.loads(each) for each in told])
+        written, _ = unpack_results([pickle.loads(each) for each in told])
         unpacked = clock()
         metadata.storage_meta = StorageMeta(checkpoint_id="played", save_id="f" * 32)
-        fill_metadata(metadata, entries, "crc32c")
+        fill_metadata(metadata, written, "crc32c")
         data = dump_metadata(metadata)
         filled = clock()
     (folder / ".metadata").write_bytes(data)
@@ -197,8 +197,8 @@ def _played(job: Job, world: int, folder: Path, items: tuple[float, float]) -> P
     work = Work(
         ranks=world,
         state=8.0 * sum(tensor.numel() for rank in ranks for tensor in rank.tensors),
-        own=plan + items[0] * len(entries) / world,
-        load_own=load_plan + items[1] * len(entries) / world,
+        own=plan + items[0] * len(written) / world,
+        load_own=load_plan + items[1] * len(written) / world,
         coordinator=coordinator,
         load_coordinator=ended - planned,
         results=unpacked - begin,
@@ -211,7 +211,7 @@ def _played(job: Job, world: int, folder: Path, items: tuple[float, float]) -> P
         file=len(data),
         index=len(data) - start,
     )
-    return Played(work, len(entries), plan, load_plan, *items)
+    return Played(work, len(written), plan, load_plan, *items)
 
 
 def _mean(messages: list[bytes]) -> float:

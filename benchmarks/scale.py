@@ -18,7 +18,7 @@ thread, the cycle collector left on where DCP leaves it on.  Worlds beside one a
 - ``file``, ``stock file``: MB of ``.metadata``; ``read`` and ``read and plan``, CPU seconds in
   which one rank reads it, and plans its load; ``read, memory``: MB that this takes at most
   (``tracemalloc``); ``stock read`` of stock's, by stock's reader;
-- ``load``: as ``save``; the checkpoint is that of the save.  Of larger worlds 128 ranks are planned,
+- ``load``: as ``save``; the checkpoint is that of the save.  Of larger worlds 128 ranks plan,
   the best of five, and what another rank adds by the difference to half as many.
 
 Ranks of one shape differ in their intervals and signatures alone: one of each shape makes its plan
@@ -226,9 +226,9 @@ def measure(model: str, world: int, flat: bool, stock: bool, folder: str) -> dic
     del plans
     with PeakMemory() as later, no_collections():
         start = clock()
-        entries, _ = unpack_results([pickle.loads(each) for each in results])
+        written, _ = unpack_results([pickle.loads(each) for each in results])
         unpacked = clock()
-        fill_metadata(metadata, entries, "crc32c")
+        fill_metadata(metadata, written, "crc32c")
         data = dump_metadata(metadata)
         end = clock()
     found |= {"results": unpacked - start, "metadata": end - unpacked, "file": len(data) / 1e6}
@@ -241,6 +241,7 @@ def measure(model: str, world: int, flat: bool, stock: bool, folder: str) -> dic
     found["read, memory"] = rank["traced"]
     if stock:
         with no_collections():
+            entries = [(MetadataIndex(*row[:2], row[2]), row[3]) for row in written.rows()]
             data = stock_pickle(metadata, entries)
         found["stock file"] = len(data) / 1e6
         Path(folder, "stock").mkdir()

@@ -12,11 +12,11 @@ The stream is of protocol 4, in frames, as ``pickle.load`` of any version and fi
 from __future__ import annotations
 
 import copyreg
-import functools
 import io
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby, islice, repeat
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_fsdp_osd.compat import reduce_properties
-from dcp_fsdp_osd.storage.places import ATTRIBUTE, KIND_TENSOR, EntryInfo, Places, storage_info
+from dcp_fsdp_osd.storage.places import ATTRIBUTE, KIND_TENSOR, Places, Row, storage_info
 
 __all__ = ["INDEX", "SUFFIX", "dump_pickle"]
 
@@ -42,6 +42,8 @@ SUFFIX = b"uub."
 """What follows the index: the ends of the attribute, of the metadata, and of the pickle."""
 _FRAME = 1 << 18
 _BATCH = 1000  # values between two MARKs, as pickle writes them
+_MOST = 1 << 16  # numbers that are kept
+_INT32, _UINT64 = struct.Struct("<i"), struct.Struct("<Q")
 _BY_FIELDS = (
     MetadataIndex,
     BytesStorageMetadata,
@@ -101,8 +103,10 @@ class _Stream:
         self._memo = 0
         self._texts: dict[str, bytes] = {}
         self._kinds: dict[type, bytes] = {}
-        self._sizes: dict[torch.Size, bytes] = {}
+        self._sizes: dict[torch.Size | None, bytes] = {None: b"N"}
+        self._numbers = _Numbers()
         self._chunks: dict[tuple[torch.Size, torch.Size], bytes] = {}
+        self._lists: dict[tuple[int, ...] | None, bytes] = {}
         self._objects: dict[int, bytes] = {}
         self._properties: dict[tuple[Any, ...], bytes] = {}
 
@@ -117,6 +121,18 @@ class _Stream:
             self._frame, self._framed = [], 0
         if not framed:
             self._whole.append(data)
+
+    def put_all(self, parts: Iterable[bytes]) -> None:
+        """:meth:`put` of each."""
+        append, framed = self._frame.append, self._framed
+        for data in parts:
+            append(data)
+            framed += len(data)
+            if framed > _FRAME:
+                self._framed = framed
+                self.put(b"")
+                append, framed = self._frame.append, 0
+        self._framed = framed
 
     def end(self) -> bytes:
         self.put(b"", framed=False)
@@ -230,20 +246,19 @@ class _Stream:
     def stored(self, value: Any) -> bytes:
         """A value of ``state_dict_metadata``."""
         chunks = getattr(value, "chunks", None)
-        if type(value) is not TensorStorageMetadata or not _only_chunks(chunks):
+        # Tensors that are cut alike have the same objects, where our planner has made them.
+        same = tuple(map(id, chunks)) if type(chunks) is list else None
+        boxes = None if same in self._lists else _boxes_of(chunks)
+        if type(value) is not TensorStorageMetadata or (boxes is None and same not in self._lists):
             return self.plain(value)
-        texts, sizes, boxes = self._texts, self._sizes, self._chunks
+        texts, sizes = self._texts, self._sizes
         parts = [self.kind(TensorStorageMetadata), b")\x81}("]
         for name, field in vars(value).items():
             parts.append(texts.get(name) or self.text(name))
             if name == "chunks":
-                parts.append(b"]")
-                for begin in range(0, len(field), _BATCH):
-                    parts.append(b"(")
-                    for chunk in field[begin : begin + _BATCH]:
-                        offsets, shape = chunk.offsets, chunk.sizes
-                        parts.append(boxes.get((offsets, shape)) or self._chunk(offsets, shape))
-                    parts.append(b"e")
+                parts.append(self._list(boxes) if boxes is not None else self._lists[same])
+                if same is not None and boxes is not None:
+                    self._lists[same] = self._list(boxes)  # references, by now
             elif type(field) is TensorProperties:
                 known = self._properties.get(tuple(vars(field).values()))
                 parts.append(known or self._of_properties(field))
@@ -253,6 +268,13 @@ class _Stream:
                 parts.append(self.plain(field))
         parts.append(b"ub")
         return b"".join(parts)
+
+    def _list(self, boxes: Sequence[tuple[torch.Size, torch.Size]]) -> bytes:
+        made, known = b"]", self._chunks
+        for begin in range(0, len(boxes), _BATCH):
+            batch = boxes[begin : begin + _BATCH]
+            made += b"(" + b"".join([known.get(box) or self._chunk(*box) for box in batch]) + b"e"
+        return made
 
     def _of_properties(self, properties: TensorProperties) -> bytes:
         made = self._foreign(properties)
@@ -272,16 +294,19 @@ class _Stream:
             self.items(places.items(), self.plain)
             return
         self.put(b"}")
-        count = -1
-        for count, (index, entry) in enumerate(places.pairs()):
+        rows, count = places.rows(), 0
+        for fqn, offset, hint, entry in islice(rows, 1):  # writes out what all others refer to
+            self.put(b"(")
+            index = MetadataIndex(fqn, offset, hint)
+            self.put(self._fields(index) + self._fields(storage_info(entry)))
+            count = 1
+        while batch := list(islice(rows, _BATCH - count % _BATCH)):
             if count % _BATCH == 0:
-                self.put(b"u(" if count else b"(")
-            if count == 0:  # writes out what all others refer to
-                self.put(self._fields(index) + self._fields(storage_info(entry)))
-                put = self._put_entry()
-            else:
-                put(index, entry)
-        if count >= 0:
+                self.put(b"u(")
+            count += len(batch)
+            for kind, some in groupby(batch, key=lambda row: row[3].kind):
+                self._put_rows(list(some), kind)
+        if count:
             self.put(b"u")
 
     def _fields(self, value: Any) -> bytes:
@@ -294,54 +319,81 @@ class _Stream:
                 made += self._tuple(list(map(self.plain, field))) if flat else self.plain(field)
         return made + b"ub"
 
-    def _put_entry(self) -> Callable[[MetadataIndex, EntryInfo], None]:
-        """Puts an entry as :meth:`_fields` does, once that has written another."""
-        text, size, put = self.text, self.size, self.put
-        texts, sizes = self._texts, self._sizes
-        number = functools.lru_cache(1024)(_number)  # lengths repeat
-        fqn = self.kind(MetadataIndex) + b")\x81}(" + text("fqn")
-        offset, hint = text("offset"), text("index")
-        name = b"ub" + self.kind(_StorageInfo) + b")\x81}(" + text("relative_path")
-        length = text("length")
+    def _put_rows(self, rows: Sequence[Row], kind: int | None) -> None:
+        """Puts entries of one kind as :meth:`_fields` does, once that has written another: column
+        by column, as a call for each value takes longer than all else.
+        """
+        texts, text, size, numbers = self._texts, self.text, self.size, self._numbers
+        fqns, offsets, hints, infos = zip(*rows, strict=True)
+        names, starts, lengths, _, crcs, payloads, nbytes, dtypes = zip(*infos, strict=True)
+        columns: list[tuple[dict[Any, bytes], Callable[[Any], bytes], Sequence[Any]]]
+        columns = [(texts, text, fqns), (self._sizes, size, offsets), (texts, text, names)]
+        if kind is not None:  # its name: the first entry may have been without
+            columns.append((texts, text, [ATTRIBUTE] * len(rows)))
+        if kind == KIND_TENSOR:
+            columns.append((texts, text, dtypes))
+        found = [list(map(known.get, values)) for known, _, values in columns]
+        news = [number for number, each in enumerate(found) if None in each]
+        if len(news) > 1 < len(rows):
+            for row in rows:  # what is new has to be written in the order of the memo
+                self._put_rows((row,), kind)
+            return
+        for number in news:
+            _, make, values = columns[number]
+            found[number] = [
+                ref or make(each) for ref, each in zip(found[number], values, strict=True)
+            ]
+        parts: list[Iterable[bytes | None]] = [
+            repeat(self.kind(MetadataIndex) + b")\x81}(" + text("fqn")), found[0],
+            repeat(text("offset")), found[1],
+            repeat(text("index")), map(numbers.__getitem__, hints),
+            repeat(b"ub" + self.kind(_StorageInfo) + b")\x81}(" + text("relative_path")), found[2],
+            repeat(text("offset")), _numbers(starts),
+            repeat(text("length")), map(numbers.__getitem__, lengths),
+        ]  # fmt: skip
+        if kind is not None:
+            parts += found[3], repeat((b"(" if kind == KIND_TENSOR else b"") + _number(kind))
+            parts += (_numbers(crcs),)
+        if kind == KIND_TENSOR:
+            parts += map(numbers.__getitem__, payloads), map(numbers.__getitem__, nbytes), found[4]
+        parts += (repeat({None: b"ub", KIND_TENSOR: b"tub"}.get(kind, b"\x86ub")),)
+        self.put_all(map(b"".join, zip(*parts)))  # noqa: B905 - repeat() has no end
 
-        last, known = "", b""  # entries of one file follow one another
 
-        def put_entry(index: MetadataIndex, entry: EntryInfo) -> None:
-            nonlocal last, known
-            place, in_file, kind, crc = index.offset, entry.name, entry.kind, entry.crc
-            made = fqn + (texts.get(index.fqn) or text(index.fqn)) + offset
-            made += b"N" if place is None else sizes.get(place) or size(place)
-            made += hint + (b"N" if index.index is None else number(index.index)) + name
-            if in_file is last:
-                made += known
-            else:
-                made += texts.get(in_file) or text(in_file)
-                last, known = in_file, texts[in_file]
-            made += offset + _number(entry.offset) + length + number(entry.length)
-            if kind is not None:
-                # Not among those above: the first entry may have been without.
-                made += text(ATTRIBUTE) + (b"(" if kind == KIND_TENSOR else b"")
-                made += number(kind) + (b"N" if crc is None else _number(crc))
-                if kind == KIND_TENSOR:
-                    made += number(entry.payload) + number(entry.nbytes)
-                    made += (texts.get(entry.dtype) or text(entry.dtype)) + b"t"
-                else:
-                    made += b"\x86"
-            put(made + b"ub")
+class _Numbers(dict[int | None, bytes]):
+    """Numbers that have been written before, as lengths and the like repeat."""
 
-        return put_entry
+    def __missing__(self, value: int | None) -> bytes:
+        made = b"N" if value is None else _number(value)
+        if len(self) < _MOST:
+            self[value] = made
+        return made
 
 
-def _only_chunks(chunks: Any) -> bool:
-    """Whether they can be written by their offsets and sizes alone."""
+def _numbers(values: Sequence[int | None]) -> list[bytes]:
+    """Of those that hardly repeat."""
+    int32, uint64 = _INT32.pack, _UINT64.pack
+    return [
+        b"N" if value is None
+        else b"J" + int32(value) if 0xFFFF < value < 1 << 31
+        else b"\x8a\x05" + uint64(value)[:5] if 1 << 31 <= value < 1 << 39  # a CRC, an offset
+        else _number(value)
+        for value in values
+    ]  # fmt: skip
+
+
+def _boxes_of(chunks: Any) -> list[tuple[torch.Size, torch.Size]] | None:
+    """Offsets and sizes of chunks; None where they cannot be written by these alone."""
     if not isinstance(chunks, Iterable):
-        return False
-    for chunk in chunks:
-        fields = vars(chunk) if type(chunk) is ChunkStorageMetadata else {}
-        offsets, sizes = fields.get("offsets"), fields.get("sizes")
-        if not (len(fields) == 2 and type(offsets) is type(sizes) is torch.Size):
-            return False
-    return True
+        return None
+    objects = list(chunks)
+    if not {ChunkStorageMetadata}.issuperset(map(type, objects)):
+        return None
+    fields = [vars(chunk) for chunk in objects]
+    offsets, sizes = ([each.get(name) for each in fields] for name in ("offsets", "sizes"))
+    if not {torch.Size}.issuperset(map(type, (*offsets, *sizes))) or {*map(len, fields)} - {2}:
+        return None
+    return list(zip(offsets, sizes, strict=True))
 
 
 def _number(value: int) -> bytes:
@@ -350,9 +402,9 @@ def _number(value: int) -> bytes:
     if 0 <= value < 1 << 16:
         return b"M" + struct.pack("<H", value)
     if -(1 << 31) <= value < 1 << 31:
-        return b"J" + struct.pack("<i", value)
-    if 0 < value < 1 << 39:  # a CRC, an offset
-        return b"\x8a\x05" + struct.pack("<Q", value)[:5]
+        return b"J" + _INT32.pack(value)
+    if 0 < value < 1 << 39:
+        return b"\x8a\x05" + _UINT64.pack(value)[:5]
     data = pickle.encode_long(value)
     if len(data) > 255:
         raise ValueError(f"expected numbers of less than 256 bytes, found one of {len(data)}")

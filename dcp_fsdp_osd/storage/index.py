@@ -31,7 +31,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -90,11 +90,11 @@ def index_of(metadata: Metadata) -> bytes | None:
     places = metadata.storage_data
     if not isinstance(places, Places) or len(places) < INDEXED or sys.byteorder != "little":
         return None
-    by_key: dict[str, dict[Any, EntryInfo]] = {}
-    for index, entry in places.pairs():
-        by_key.setdefault(index.fqn, {})[index.offset] = entry
+    known = places.by_place()
+    count = 0
     files = {name: number for number, name in enumerate(places.names())}
     tilings: dict[Any, int] = {}
+    cuts: dict[Any, tuple[int, Sequence[torch.Size | None]]] = {}
     tables: list[torch.Tensor] = []
     entries: list[torch.Tensor] = []
     keys: list[int] = []
@@ -106,22 +106,29 @@ def index_of(metadata: Metadata) -> bytes | None:
         if isinstance(stored, TensorStorageMetadata):
             bare[key] = TensorStorageMetadata(stored.properties, stored.size, [])
             dtype = DTYPE_NAMES.get(stored.properties.dtype, "")
-            offsets = [chunk.offsets for chunk in stored.chunks]
-            boxes = stored.size, (*offsets,), tuple(chunk.sizes for chunk in stored.chunks)
-            tiling = tilings.setdefault(boxes, len(tables))
-            if tiling == len(tables):
-                try:
-                    tables.append(torch.cat(chunk_table(stored).columns))
-                except ValueError:
-                    return None
+            shared = type(stored.chunks) is list  # of objects that others may have as well
+            same = (stored.size, *map(id, stored.chunks if shared else [stored]))
+            if same not in cuts:
+                chunks = list(stored.chunks)
+                begins = [chunk.offsets for chunk in chunks]
+                boxes = stored.size, (*begins,), tuple([chunk.sizes for chunk in chunks])
+                cuts[same] = tilings.setdefault(boxes, len(tables)), begins
+                if cuts[same][0] == len(tables):
+                    try:
+                        tables.append(_tiling(stored, begins))
+                    except ValueError:
+                        return None
+            tiling, offsets = cuts[same]
         elif not isinstance(stored, BytesStorageMetadata):
             return None
         keys.append(tiling)
-        numbers = _numbers(offsets, by_key.pop(key, {}), files, dtype)
+        found = [known.get((key, offset)) for offset in offsets]
+        numbers = _numbers(found, files, dtype)
         if numbers is None:
             return None
         entries.append(numbers)
-    if by_key:
+        count += len(found)
+    if count != len(known):
         return None
     blocks, data = _blocks(tables, entries)
     ours = {k: v for k, v in vars(metadata)[ATTRIBUTE].items() if k != "files"}
@@ -146,29 +153,36 @@ def pack_index(head: Metadata, names: Iterable[str], blocks: bytes) -> bytes:
     return body + _FOOTER.pack(_MAGIC, *lengths, crc)
 
 
+def _tiling(stored: TensorStorageMetadata, begins: Sequence[torch.Size]) -> torch.Tensor:
+    """
+    Raises:
+        ValueError: not every box is told from the others by where it begins, or can be one.
+    """
+    # A box without elements may begin where another one does: they have one entry.
+    if len(set(begins)) != len(begins):
+        raise ValueError("boxes that begin at one place")
+    return torch.cat(chunk_table(stored).columns)
+
+
 def _numbers(
-    offsets: Sequence[Any], entries: Mapping[Any, EntryInfo], files: Mapping[str, int], dtype: str
+    found: Sequence[EntryInfo | None], files: Mapping[str, int], dtype: str
 ) -> torch.Tensor | None:
     """The entries of a key, of shape (columns, rows); None where they are not one for each box."""
-    found = [entries.get(offset) for offset in offsets]
-    # A box without elements may begin where another one does: they have one entry.
-    if len(entries) != len(offsets):
-        return None
-    numbers = array("q")
-    for entry in found:
-        if (
-            entry is None
-            or entry.kind is None
-            or (entry.kind == KIND_TENSOR) > (entry.dtype == dtype)
-        ):
-            return None
-        numbers.extend((
-            files[entry.name], entry.offset, entry.length, entry.kind, entry.payload, entry.nbytes,
-            NONE if entry.crc is None else entry.crc,
-        ))  # fmt: skip
-    if not numbers:
+    if not found:
         return torch.empty((ENTRY, 0), dtype=torch.int64)
-    return torch.frombuffer(numbers, dtype=torch.int64).view(-1, ENTRY).t()
+    if None in found:
+        return None
+    columns = zip(*cast("Sequence[EntryInfo]", found), strict=True)
+    names, offsets, lengths, kinds, crcs, payloads, nbytes, dtypes = columns
+    for kind, of in {*zip(kinds, dtypes, strict=True)}:
+        if kind is None or (kind == KIND_TENSOR) > (of == dtype):
+            return None
+    if None in crcs:
+        crcs = tuple([NONE if crc is None else crc for crc in crcs])
+    numbers = array("q", [files[name] for name in names])
+    for column in (offsets, lengths, kinds, payloads, nbytes, crcs):
+        numbers.extend(column)
+    return torch.frombuffer(numbers, dtype=torch.int64).view(ENTRY, -1)
 
 
 def _blocks(

@@ -80,16 +80,14 @@ def metadata_name(rank: int | None = None) -> str:
 
 
 def fill_metadata(
-    metadata: Metadata, entries: Iterable[tuple[MetadataIndex, EntryInfo]], checksum: str | None
+    metadata: Metadata,
+    written: WrittenPlaces | Iterable[tuple[MetadataIndex, EntryInfo]],
+    checksum: str | None,
 ) -> dict[str, int]:
     """Put what all ranks have written into `metadata`, in place; the size of each file."""
-    files: dict[str, int] = {}
-    written = list(entries)  # several ranks may have written one entry: the last is taken
-    for _, entry in written:
-        end = entry.offset + entry.length
-        if files.get(entry.name, 0) < end:
-            files[entry.name] = end
-    metadata.storage_data = WrittenPlaces(written)
+    places = written if isinstance(written, WrittenPlaces) else WrittenPlaces(written)
+    files = places.files
+    metadata.storage_data = places
     ours = {"format": 1, "byteorder": sys.byteorder, "checksum": checksum, "files": files}
     setattr(metadata, ATTRIBUTE, ours)
     return files

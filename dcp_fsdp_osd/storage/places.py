@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from operator import itemgetter
+from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -23,7 +25,9 @@ __all__ = [
     "KIND_OPAQUE",
     "KIND_TENSOR",
     "EntryInfo",
+    "Place",
     "Places",
+    "Row",
     "WrittenPlaces",
     "entry_info",
     "entry_of",
@@ -41,8 +45,7 @@ KIND_OPAQUE = 2
 """The entry is ``torch.save`` of a tensor that is more than its elements' bytes."""
 
 
-@dataclass(frozen=True)
-class EntryInfo:
+class EntryInfo(NamedTuple):
     """Where an entry lies, and what we know about it beyond what stock DCP does.
 
     Attributes:
@@ -62,6 +65,12 @@ class EntryInfo:
     payload: int = 0
     nbytes: int = 0
     dtype: str = ""
+
+
+Place = tuple[str, torch.Size | None]
+"""Key and offset of a box: what tells entries apart."""
+Row = tuple[str, torch.Size | None, int | None, EntryInfo]
+"""A ``MetadataIndex``, field by field, and its entry."""
 
 
 def storage_info(entry: EntryInfo) -> _StorageInfo:
@@ -148,12 +157,16 @@ class Places(Mapping[MetadataIndex, _StorageInfo]):
     def holds(self, fqn: str, kind: int) -> bool:
         """Whether an entry of a key is of a kind."""
 
-    def pairs(self) -> Iterable[tuple[MetadataIndex, EntryInfo]]:
-        """All entries."""
+    def rows(self) -> Iterator[Row]:
+        """All entries, without an object for the index of each."""
         for index in self:
             found = self.entry(index)
             assert found is not None  # it is one of its own
-            yield index, found
+            yield index.fqn, index.offset, index.index, found
+
+    def by_place(self) -> Mapping[Place, EntryInfo]:
+        """All entries."""
+        return {(fqn, offset): entry for fqn, offset, _, entry in self.rows()}
 
     def __getitem__(self, index: MetadataIndex) -> _StorageInfo:
         found = self.entry(index) if isinstance(index, MetadataIndex) else None
@@ -172,26 +185,64 @@ class Places(Mapping[MetadataIndex, _StorageInfo]):
 
 
 class WrittenPlaces(Places):
-    """Of entries that this job has written."""
+    """Of entries that this job has written.  Of what several ranks have written the last is taken.
 
-    def __init__(self, entries: Iterable[tuple[MetadataIndex, EntryInfo]]) -> None:
-        self._entries = dict(entries)
+    No ``MetadataIndex`` is kept: making and hashing one takes longer than all else.
+
+    Attributes:
+        files: how far entries reach in each file, those that were replaced as well.
+    """
+
+    def __init__(self, entries: Iterable[tuple[MetadataIndex, EntryInfo]] = ()) -> None:
+        self._entries: dict[Place, EntryInfo] = {}
+        self._hints: list[int | None] = []  # of the first of its place, in that order
+        self.files: dict[str, int] = {}
+        known = list(entries)
+        indices = [index for index, _ in known]
+        self.extend(
+            [(index.fqn, index.offset) for index in indices],
+            [index.index for index in indices],
+            [entry for _, entry in known],
+        )
+
+    def extend(
+        self, places: Sequence[Place], hints: Sequence[int | None], entries: Sequence[EntryInfo]
+    ) -> None:
+        """What a rank has written, in columns of one length."""
+        files = self.files
+        for name, offset, length in map(itemgetter(0, 1, 2), entries):
+            if files.get(name, 0) < offset + length:
+                files[name] = offset + length
+        before = len(self._entries)
+        self._entries.update(zip(places, entries, strict=True))
+        count = len(self._entries) - before
+        if count == len(hints):
+            self._hints += hints
+        else:  # of those that are new
+            first = dict(zip(reversed(places), reversed(hints), strict=True))
+            new = list(islice(reversed(self._entries), count))
+            self._hints += [first[place] for place in reversed(new)]
 
     def entry(self, index: MetadataIndex) -> EntryInfo | None:
-        return self._entries.get(index)
+        return self._entries.get((index.fqn, index.offset))
 
     def holds(self, fqn: str, kind: int) -> bool:
-        found = self._entries.items()
-        return any(info.kind == kind for index, info in found if index.fqn == fqn)
+        return any(info.kind == kind for (key, _), info in self._entries.items() if key == fqn)
 
-    def pairs(self) -> Iterable[tuple[MetadataIndex, EntryInfo]]:
-        return self._entries.items()
+    def rows(self) -> Iterator[Row]:
+        places, infos = self._entries, self._entries.values()
+        fqns, offsets = map(itemgetter(0), places), map(itemgetter(1), places)
+        return zip(fqns, offsets, self._hints, infos, strict=True)
+
+    def by_place(self) -> Mapping[Place, EntryInfo]:
+        return self._entries
 
     def names(self) -> Iterable[str]:
         return dict.fromkeys(info.name for info in self._entries.values())
 
     def __iter__(self) -> Iterator[MetadataIndex]:
-        return iter(self._entries)
+        for (fqn, offset), hint in zip(self._entries, self._hints, strict=True):
+            yield MetadataIndex(fqn, offset, hint)
 
     def __len__(self) -> int:
         return len(self._entries)

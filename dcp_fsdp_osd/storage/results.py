@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_fsdp_osd.compact import packed, unpacked
-from dcp_fsdp_osd.storage.metadata import EntryInfo
+from dcp_fsdp_osd.storage.places import EntryInfo, WrittenPlaces
 
 __all__ = ["Entry", "pack_results", "unpack_results"]
 
@@ -67,20 +67,34 @@ class _Columns:
             array("q", [info.nbytes for info in infos]),
         )
 
-    def entries(self) -> Iterator[Entry]:
-        position = 0
-        for name, file, dtype, hint, dims, kind, crc, start, length, payload, nbytes in zip(
-            self.names, self.files, self.dtypes, self.hints, self.dims, self.kinds, self.crcs,
-            self.starts, self.lengths, self.payloads, self.nbytes, strict=True,
-        ):  # fmt: skip
-            offset = None
-            if dims != _NONE:
-                offset = torch.Size(self.offsets[position : position + dims])
-                position += dims
-            index = MetadataIndex(name, offset, None if hint == _NONE else hint)
-            known = None if kind == _NONE else kind
-            checksum = None if crc == _NONE else crc
-            yield index, EntryInfo(file, start, length, known, checksum, payload, nbytes, dtype)
+    def add_to(self, written: WrittenPlaces, sizes: dict[tuple[int, ...], torch.Size]) -> None:
+        """`sizes` are offsets that other ranks had: most repeat in each tensor."""
+        offsets: list[torch.Size | None] = []
+        position, every = 0, self.offsets.tolist()
+        for dims in self.dims:
+            if dims == _NONE:
+                offsets.append(None)
+                continue
+            offset = tuple(every[position : position + dims])
+            position += dims
+            known = sizes.get(offset)
+            if known is None:
+                known = sizes[offset] = torch.Size(offset)
+            offsets.append(known)
+        infos = zip(
+            self.files, self.starts, self.lengths, _or_none(self.kinds), _or_none(self.crcs),
+            self.payloads, self.nbytes, self.dtypes, strict=True,
+        )  # fmt: skip
+        written.extend(
+            list(zip(self.names, offsets, strict=True)),
+            _or_none(self.hints),
+            list(map(EntryInfo._make, infos)),
+        )
+
+
+def _or_none(values: array[int]) -> list[int | None]:
+    found: list[int | None] = values.tolist()  # type: ignore[assignment]
+    return [None if each == _NONE else each for each in found] if _NONE in found else found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,13 +116,14 @@ def pack_results(entries: Sequence[Entry], checksum: str | None) -> list[WriteRe
 
 def unpack_results(
     results: Iterable[Iterable[WriteResult]],
-) -> tuple[list[Entry], set[str | None]]:
+) -> tuple[WrittenPlaces, set[str | None]]:
     """The entries of all ranks, rank by rank, and the names of the checksums that they used."""
-    entries: list[Entry] = []
+    written = WrittenPlaces()
+    sizes: dict[tuple[int, ...], torch.Size] = {}
     used: set[str | None] = set()
     for result in (result for of_rank in results for result in of_rank):
         sent: _Packed = result.storage_data
         used.add(sent.checksum)
         columns: _Columns = unpacked(sent.columns)
-        entries.extend(columns.entries())
-    return entries, used
+        columns.add_to(written, sizes)
+    return written, used

@@ -268,14 +268,14 @@ class StreamingWriter(HasRole, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check every file's size, then commit, then delete what was overwritten."""
         with self.stats.timed("metadata"), no_collections():
-            entries, used = unpack_results(results)
+            written, used = unpack_results(results)
             if len(used) > 1:
                 raise StorageError(
                     f"not committed: ranks have written with different checksums ({used}), as "
                     "cached plans make them do where not all ranks have the package crc32c; "
                     "install it on all of them"
                 )
-            files = fill_metadata(metadata, entries, next(iter(used), None))
+            files = fill_metadata(metadata, written, next(iter(used), None))
             metadata.version = "1.0.0"
             metadata.storage_meta = self.storage_meta()
             data = dump_metadata(metadata)

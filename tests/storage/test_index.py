@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 import shutil
 import struct
 import tracemalloc
 import zlib
 from array import array
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +55,7 @@ from dcp_fsdp_osd.storage.metadata import (
     index_start,
     load_index,
     load_metadata,
+    storage_info,
 )
 from dcp_fsdp_osd.storage.places import KIND_BYTES, KIND_OPAQUE, KIND_TENSOR, Places
 from dcp_fsdp_osd.tools.check import check_checkpoint
@@ -172,6 +173,50 @@ def test_small_metadata_and_odd_ones_have_none(data: bytes) -> None:
         written = dump_metadata(metadata)
         assert index_start(written[-FOOT_BYTES:], len(written), "test") is None
         assert dict(odd) == everything(pickle.loads(written))[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_entries_in_any_order_come_back(seed: int) -> None:
+    """Entries are written by the column: what is new, of which kind, and how large in each."""
+    rng = random.Random(seed)
+    numbers = (
+        0,
+        255,
+        256,
+        0xFFFF,
+        0x10000,
+        (1 << 31) - 1,
+        1 << 31,
+        (1 << 39) - 1,
+        1 << 39,
+        1 << 61,
+    )
+    chunks = [ChunkStorageMetadata(torch.Size((n,)), torch.Size((1,))) for n in range(40)]
+    stored: dict[str, Any] = {}
+    entries: list[tuple[MetadataIndex, EntryInfo]] = []
+    for key in (f"key.{number}" * rng.choice((1, 60)) for number in range(70)):
+        boxes = chunks if rng.random() < 0.5 else copy.deepcopy(chunks)
+        stored[key] = TensorStorageMetadata(TensorProperties(), torch.Size((40,)), [*boxes])
+        for number, chunk in enumerate(boxes):
+            kind = rng.choice((None, 0, 1, 1, 1, 2)) if seed % 2 else KIND_TENSOR
+            crc = rng.choice((None, *numbers[:-2])) if kind is not None else None
+            extra = (704, rng.choice(numbers), f"int{rng.choice((8, 16))}") if kind == 1 else ()
+            at = torch.Size((10**9 + number,)) if rng.random() < 0.01 else chunk.offsets
+            info = EntryInfo(
+                f"file {rng.randrange(60)}", rng.choice(numbers), 1 << 62, kind, crc, *extra
+            )
+            entries.append((MetadataIndex(key, at, rng.choice((None, *numbers))), info))
+    if seed > 1:
+        rng.shuffle(entries)
+    metadata = Metadata(stored)
+    fill_metadata(metadata, entries, "crc32c")
+    found = pickle.loads(dump_metadata(metadata))
+    assert found.state_dict_metadata == stored
+    written = [(key, key.index, storage_info(info)) for key, info in entries]
+    read = [(key, key.index, info) for key, info in found.storage_data.items()]
+    assert read == written
+    ours = [[getattr(info, "dcp_fsdp_osd", None) for *_, info in each] for each in (read, written)]
+    assert ours[0] == ours[1]
 
 
 @settings(max_examples=40)
@@ -294,7 +339,7 @@ def of_other(change: Callable[[Metadata, dict[MetadataIndex, EntryInfo]], None])
 def _entry(**fields: Any) -> Any:
     def change(_: Metadata, entries: dict[MetadataIndex, EntryInfo]) -> None:
         for index, info in entries.items():
-            entries[index] = replace(info, **fields) if index.fqn.startswith("rows") else info
+            entries[index] = info._replace(**fields) if index.fqn.startswith("rows") else info
 
     return of_other(change)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_fsdp_osd.storage.metadata import KIND_BYTES, KIND_OPAQUE, KIND_TENSOR, EntryInfo
+from dcp_fsdp_osd.storage.places import WrittenPlaces
 from dcp_fsdp_osd.storage.results import Entry, pack_results, unpack_results
 
 COUNTS = st.integers(0, 1 << 62)
@@ -20,28 +21,38 @@ INDICES = st.builds(
     st.none() | st.lists(COUNTS, max_size=4).map(torch.Size),
     st.none() | st.integers(0, 1 << 40),
 )
+_OTHERS = st.sampled_from([KIND_BYTES, KIND_OPAQUE])
 INFOS = st.one_of(
-    st.builds(
-        EntryInfo, st.text(), COUNTS, COUNTS, st.sampled_from([KIND_BYTES, KIND_OPAQUE]), CRC
-    ),
-    st.builds(
-        EntryInfo, st.text(), COUNTS, COUNTS, st.just(KIND_TENSOR), CRC, COUNTS, COUNTS, st.text()
-    ),
-)
+    st.tuples(st.text(), COUNTS, COUNTS, _OTHERS, CRC),
+    st.tuples(st.text(), COUNTS, COUNTS, st.just(KIND_TENSOR), CRC, COUNTS, COUNTS, st.text()),
+).map(lambda values: EntryInfo(*values))
 
 
-def _exact(entries: list[Entry]) -> list[object]:
-    """With the hints, which indices leave out of comparisons, and with types."""
-    return [
-        (index.fqn, index.offset, type(index.offset), index.index, info) for index, info in entries
-    ]
+def _last_of_each(entries: list[Entry]) -> list[object]:
+    """What a dict of them holds, with the hints, which indices leave out of comparisons."""
+    found = dict(entries)
+    return [(index.fqn, index.offset, index.index, info) for index, info in found.items()]
 
 
 @given(st.lists(st.lists(st.tuples(INDICES, INFOS), max_size=5), max_size=4))
-def test_all_of_it_arrives(of_ranks: list[list[Entry]]) -> None:
+def test_all_of_it_arrives_and_the_last_of_a_place_counts(of_ranks: list[list[Entry]]) -> None:
     sent = [pickle.loads(pickle.dumps(pack_results(each, "crc32c"))) for each in of_ranks]
-    entries, used = unpack_results(sent)
-    assert _exact(entries) == _exact([entry for of_rank in of_ranks for entry in of_rank])
+    written, used = unpack_results(sent)
+    entries = [entry for of_rank in of_ranks for entry in of_rank]
+    expected = _last_of_each(entries)
+    for places in (written, WrittenPlaces(entries)):
+        assert list(places.rows()) == expected
+        assert {type(offset) for _, offset, _, _ in places.rows()} <= {torch.Size, type(None)}
+        assert all(type(info) is EntryInfo for *_, info in places.rows())
+        assert [(index.fqn, index.offset, index.index) for index in places] == [
+            row[:3] for row in places.rows()
+        ]
+        assert len(places) == len(expected) and all(index in places for index, _ in entries)
+        assert all(places.entry(index) == info for index, info in dict(entries).items())
+        ends: dict[str, int] = {}
+        for _, info in entries:  # files of those that were replaced as well
+            ends[info.name] = max(ends.get(info.name, 0), info.offset + info.length)
+        assert places.files == {name: end for name, end in ends.items() if end}
     assert used == ({"crc32c"} if entries else set())
 
 
