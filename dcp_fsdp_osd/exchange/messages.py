@@ -89,22 +89,23 @@ class RankSchedule:
         """Of numbers: an object for each part would take ten times as long, and twice the room."""
         rounds = tuple(tuple(map(_of_message, messages)) for messages in self.rounds)
         alone = numbers(sorted(item for item, parts in self.alone.items() if not parts))
-        parts = [_of_parts(each) for each in self.alone.values() if each]
-        reads = tuple(r if isinstance(r, ReadForOthers) else _of_part(r) for r in self.reads)
+        parts = [_plain(each) for each in self.alone.values() if each]
+        reads = _plain(self.reads)
         return _schedule, ((self.number, self.ranks, rounds, alone, parts, reads),)
 
 
-_Plain = int | tuple[int, tuple[int, ...], tuple[int, ...]]
+_Plain = int | tuple[int, tuple[int, ...], tuple[int, ...] | None]
 
 
-def _of_part(part: Part) -> _Plain:
-    if part.offsets is None or part.sizes is None:
-        return part.item
-    return part.item, part.offsets, part.sizes
-
-
-def _of_parts(parts: Iterable[Part]) -> tuple[_Plain, ...]:
-    return tuple(map(_of_part, parts))
+def _plain(reads: Iterable[Part | ReadForOthers]) -> tuple[_Plain | ReadForOthers, ...]:
+    return tuple(
+        [
+            read
+            if isinstance(read, ReadForOthers)
+            else (read.item if read.offsets is None else (read.item, read.offsets, read.sizes))
+            for read in reads
+        ]
+    )
 
 
 def _of_source(source: Source) -> _Plain:
@@ -121,7 +122,7 @@ def _of_message(message: Message) -> tuple[Any, ...]:
         message.nbytes,
         message.cuda,
         message.objects,
-        _of_parts(message.parts),
+        _plain(message.parts),
         numbers(message.needs),
         tuple(map(_of_source, message.sources)),
     )

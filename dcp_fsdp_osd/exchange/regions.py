@@ -12,25 +12,22 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
-from bisect import bisect_left
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_fsdp_osd.compact import Numbers, numbers
-from dcp_fsdp_osd.exchange.reads import item_key, wants
+from dcp_fsdp_osd.exchange.reads import Ints, Reads, box_of, item_key, reads_of
 from dcp_fsdp_osd.layout.geometry import Box
 from dcp_fsdp_osd.storage.places import Places
 
-__all__ = ["Classes", "Part", "Participant", "Region", "find_regions", "narrowed"]
-
-Owner = tuple[int, int]
-"""A class, and the number of an item among its reads."""
+__all__ = ["Classes", "Part", "Participant", "Regions", "find_regions", "narrowed"]
 
 
 @dataclass(frozen=True)
@@ -85,52 +82,6 @@ class Part:
         return narrowed(item, self.offsets, self.sizes)
 
 
-@dataclass(slots=True)
-class Region:
-    """A box of a saved chunk (or a saved object) that one fixed set of ranks wants.  Not changed.
-
-    Attributes:
-        where: file and offset of the chunk, by which reads are ordered.
-        chunk: FQN and offsets of the saved chunk.
-        box: in the chunk; None for an object.
-        dtype: that it is read in; None for an object.
-        cuda: all destinations are on CUDA devices.
-        owners: who wants it, each class once, ascending.
-        again: further items of these classes that want it too, for a second destination.
-        numel: elements; 1 for an object.
-        itemsize: bytes of an element; 0 for an object, whose size is not known yet.
-        nbytes: of all elements.
-    """
-
-    where: tuple[str, int]
-    chunk: tuple[str, tuple[int, ...]]
-    box: Box | None
-    dtype: torch.dtype | None
-    cuda: bool
-    owners: tuple[Owner, ...]
-    again: tuple[Owner, ...] = ()
-    numel: int = field(init=False)
-    itemsize: int = field(init=False)
-    nbytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        # Asked for again and again, for each of a million regions.
-        self.numel = 1 if self.box is None else math.prod(self.box.sizes)
-        self.itemsize = 0 if self.dtype is None else self.dtype.itemsize
-        self.nbytes = self.numel * self.itemsize
-
-    @property
-    def chunk_key(self) -> tuple[object, ...]:
-        """Equal for regions that one read of a whole chunk has all of."""
-        return self.chunk, self.dtype
-
-    def item_of(self, number: int) -> int:
-        """The item by which class ``number`` wants it."""
-        if len(self.owners) == 1:
-            return self.owners[0][1]
-        return self.owners[bisect_left(self.owners, (number, -1))][1]
-
-
 class Classes:
     """Ranks with the same reads, as one.
 
@@ -138,7 +89,7 @@ class Classes:
         participants: all ranks.
         members: numbers of the participants in each class, ascending.
         first: one participant of each class.
-        wants: what each of its items reads, for each class.
+        reads: of all classes, one after the other.
         class_of: the class of each participant, by number.
     """
 
@@ -149,21 +100,76 @@ class Classes:
             of_digest.setdefault(participant.digest, []).append(n)
         self.members = list(of_digest.values())
         self.first = [participants[those[0]] for those in self.members]
-        self.wants = [wants(participant.items) for participant in self.first]
+        self.reads = reads_of([participant.items for participant in self.first])
         self.class_of = {n: number for number, those in enumerate(self.members) for n in those}
         self._wanting: dict[tuple[int, ...], Numbers] = {}
 
-    def wanting(self, region: Region) -> Numbers:
-        """The participants that want a region, ascending: one value for all with the same."""
-        classes = tuple(number for number, _ in region.owners)
+    def item(self, row: int) -> tuple[int, int]:
+        """The class that a row of `reads` is of, and the number of the item there."""
+        number = int(self.reads.plan[row])
+        return number, row - int(self.reads.begins[number])
+
+    def wanting(self, classes: tuple[int, ...]) -> Numbers:
+        """The participants in some classes, ascending: one value for all who ask."""
         if classes not in self._wanting:
             those = sorted(n for number in classes for n in self.members[number])
             self._wanting[classes] = numbers(those)
         return self._wanting[classes]
 
-    def count(self, region: Region) -> int:
-        """How many participants want it."""
-        return len(self.wanting(region))
+
+@dataclass(frozen=True)
+class Regions:
+    """Boxes of saved chunks (or saved objects) that each one fixed set of ranks wants.
+
+    Columns with a row for each, in file order.
+
+    Attributes:
+        files: names, ascending.
+        file: that the chunk lies in, by its number among `files`.
+        chunk: a number, equal for those that one read of a whole chunk has all of.
+        offsets, sizes: of the box in the chunk, as of :class:`~dcp_fsdp_osd.exchange.reads.Reads`.
+        objects: whether it is an object.
+        cuda: all destinations are on CUDA devices.
+        dtypes, dtype: that it is read in, by its number; None for an object.
+        numel: elements; 1 for an object.
+        itemsize: bytes of an element; 0 for an object, whose size is not known yet.
+        nbytes: of all elements.
+        begins, counts: the first of each region's owners, and how many they are.
+        owners: who wants it, each class once, ascending: as rows of the classes' reads.
+        again, more: regions that a class wants for a second destination, and the row of this.
+    """
+
+    files: list[str]
+    file: Ints
+    chunk: Ints
+    offsets: Ints
+    sizes: Ints
+    objects: npt.NDArray[np.bool_]
+    cuda: npt.NDArray[np.bool_]
+    dtypes: list[torch.dtype | None]
+    dtype: Ints
+    numel: Ints
+    itemsize: Ints
+    nbytes: Ints
+    begins: Ints
+    counts: Ints
+    owners: Ints
+    again: Ints
+    more: Ints
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def box(self, k: int) -> Box:
+        return box_of(self.offsets[k], self.sizes[k])
+
+    def dtype_of(self, k: int) -> torch.dtype | None:
+        return self.dtypes[int(self.dtype[k])]
+
+    def base(self, k: int) -> int:
+        """Where its first byte lies in the chunk, if that is 1-D; else 0."""
+        sizes = self.sizes[k]
+        return int(self.offsets[k, 0] * self.itemsize[k]) if (sizes >= 0).sum() == 1 else 0
 
 
 def narrowed(item: ReadItem, offsets: Sequence[int], sizes: Sequence[int]) -> ReadItem:
@@ -178,95 +184,164 @@ def narrowed(item: ReadItem, offsets: Sequence[int], sizes: Sequence[int]) -> Re
     )
 
 
-_Wanted = tuple[Box, list[Owner]]  # a box, and who wants it
-_ChunkKey = tuple[str, tuple[int, ...], torch.dtype | None]  # objects have no dtype
-_Bounds = tuple[tuple[int, ...], tuple[int, ...]] | None  # offsets and sizes of a box
+_Wanted = tuple[Box, list[int]]  # a box, and who wants it: rows of the reads
 
 
-def find_regions(classes: Classes, metadata: Metadata) -> list[Region]:
+def find_regions(classes: Classes, metadata: Metadata) -> Regions:
     """The regions of everything that ``classes`` read, in file order.
 
     Boxes without elements are in no region.
     """
-    chunks = _boxes_of_chunks(classes)
-    places = _places(metadata, chunks)
-    names = {dtype: str(dtype) for _, _, dtype in chunks}
-    cuda_of = [participant.cuda for participant in classes.first]
-    found: list[tuple[Any, ...]] = []
-    for ((fqn, offset, dtype), boxes), at in zip(chunks.items(), places, strict=True):
-        chunk, name = (fqn, offset), names[dtype]
-        for box, owners in _cut(boxes):
-            if len(owners) == 1:
-                ((number, item),) = owners
-                region = Region(at, chunk, box, dtype, cuda_of[number][item], (owners[0],))
-            else:
-                first: dict[int, int] = {}
-                again = []
-                for number, item in sorted(owners):
-                    if first.setdefault(number, item) != item:
-                        again.append((number, item))
-                cuda = all(cuda_of[number][item] for number, item in first.items())
-                region = Region(at, chunk, box, dtype, cuda, tuple(first.items()), tuple(again))
-            within = () if box is None else box.offsets
-            found.append((*at, fqn, offset, within, name, len(found), region))
-    found.sort()  # no two are alike up to their number
-    return [each[-1] for each in found]
+    reads = classes.reads
+    dtypes, dtype = _dtypes(classes)
+    saved, first = _ranked(reads.name, *reads.chunk.T)
+    chunk = saved * len(dtypes) + dtype
+    (rows,) = (reads.objects | (reads.sizes != 0).all(1)).nonzero()
+    rows, offsets, sizes = _disjoint_boxes(reads, chunk, rows)
+
+    files, file, place = _places(metadata, reads, first)
+    order = np.lexsort((rows, dtype[rows], *offsets.T[::-1], place[saved[rows]]))
+    rows, offsets, sizes = rows[order], offsets[order], sizes[order]
+    new = _changes(chunk[rows], *offsets.T)
+    region, number = new.cumsum() - 1, reads.plan[rows]
+    again = np.zeros(len(rows), bool)
+    again[1:] = (region[1:] == region[:-1]) & (number[1:] == number[:-1])
+    owners, owned = rows[~again], region[~again]
+    cuda = np.fromiter(_each(first.cuda for first in classes.first), bool, len(reads.name))
+    on_gpu = np.ones(int(new.sum()), bool)
+    on_gpu[owned[~cuda[owners]]] = False
+    lead, offsets, sizes = rows[new], offsets[new], sizes[new]
+    counts = np.bincount(owned, minlength=len(lead))
+    itemsizes = [0 if each is None else each.itemsize for each in dtypes]
+    numel = np.where(sizes < 0, 1, sizes).prod(1)
+    itemsize = np.array(itemsizes, np.int64)[dtype[lead]]
+    return Regions(
+        files,
+        file[saved[lead]],
+        chunk[lead],
+        offsets,
+        sizes,
+        reads.objects[lead],
+        on_gpu,
+        dtypes,
+        dtype[lead],
+        numel,
+        itemsize,
+        numel * itemsize,
+        counts.cumsum() - counts,
+        counts,
+        owners,
+        region[again],
+        rows[again],
+    )
 
 
-def _boxes_of_chunks(classes: Classes) -> dict[_ChunkKey, dict[_Bounds, list[Owner]]]:
-    """What of each saved chunk is read in each dtype, and by whom; objects have neither."""
-    chunks: dict[_ChunkKey, dict[_Bounds, list[Owner]]] = {}
-    for number, (participant, those) in enumerate(zip(classes.first, classes.wants, strict=True)):
-        each = zip(those, participant.dtypes, strict=True)
-        for item, ((fqn, offset, within, sizes), dtype) in enumerate(each):
-            if 0 in sizes and within is not None:
-                continue
-            key = (fqn, offset, None if within is None else dtype)
-            box = None if within is None else (within, sizes)
-            boxes = chunks.get(key)
-            if boxes is None:
-                chunks[key] = {box: [(number, item)]}
-            else:
-                boxes.setdefault(box, []).append((number, item))
-    return chunks
+_each = itertools.chain.from_iterable
 
 
-def _places(
-    metadata: Metadata, chunks: dict[_ChunkKey, dict[_Bounds, list[Owner]]]
-) -> list[tuple[str, int]]:
-    """File and offset of each of ``chunks``, where the storage writer's metadata have them."""
-    wanted: dict[str, tuple[list[int], list[tuple[int, ...] | None]]] = {}
-    for number, ((fqn, offset, _), boxes) in enumerate(chunks.items()):
-        if fqn not in wanted:
-            wanted[fqn] = [], []
-        numbers, offsets = wanted[fqn]
-        numbers.append(number)
-        offsets.append(None if None in boxes else offset)
-    found = [("", 0)] * len(chunks)
-    data = metadata.storage_data
-    if isinstance(data, Places):  # what is asked for, and not all there is
-        for fqn, (numbers, offsets) in wanted.items():
-            for number, place in zip(numbers, data.located(fqn, offsets), strict=True):
-                found[number] = place or ("", 0)
-        return found
-    places: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
-    for index, info in data.items() if isinstance(data, dict) else ():
-        file, at = getattr(info, "relative_path", ""), getattr(info, "offset", 0)
-        if index.fqn in wanted and isinstance(file, str) and isinstance(at, int):
-            places[index.fqn, tuple(index.offset or ())] = (file, at)
-    for fqn, (numbers, offsets) in wanted.items():
-        for number, at_chunk in zip(numbers, offsets, strict=True):
-            found[number] = places.get((fqn, at_chunk or ()), ("", 0))
+def _dtypes(classes: Classes) -> tuple[list[torch.dtype | None], Ints]:
+    """Those that are read, by name; and the number of each read's.  Objects have none."""
+    each = list(_each(first.dtypes for first in classes.first))
+    found = sorted({*each, None}, key=str)
+    number = {dtype: k for k, dtype in enumerate(found)}
+    dtype = np.array([number[one] for one in each], np.int64)
+    dtype[classes.reads.objects] = number[None]
+    return found, dtype
+
+
+def _changes(*columns: Ints) -> npt.NDArray[np.bool_]:
+    """Rows that differ from the one before; the first does."""
+    found = np.zeros(len(columns[0]), bool)
+    found[:1] = True
+    for column in columns:
+        found[1:] |= column[1:] != column[:-1]
     return found
 
 
-def _cut(boxes: dict[_Bounds, list[Owner]]) -> list[tuple[Box | None, list[Owner]]]:
-    """Disjoint boxes of a chunk, each with all who want it."""
-    known = [(bounds and Box(*bounds), owners) for bounds, owners in boxes.items()]
-    if len(known) == 1:
-        return known
-    those = [(box, owners) for box, owners in known if box is not None]
-    return [each for cluster in _clusters(those) for each in _disjoint(cluster)]
+def _ranked(*columns: Ints) -> tuple[Ints, Ints]:
+    """Each row's number among those that differ, in their order; and the first row of each."""
+    order = np.lexsort(columns[::-1])
+    new = _changes(*(column[order] for column in columns))
+    rank = np.empty(len(order), np.int64)
+    rank[order] = new.cumsum() - 1
+    return rank, order[new]
+
+
+def _places(metadata: Metadata, reads: Reads, rows: Ints) -> tuple[list[str], Ints, Ints]:
+    """Where the saved chunks that ``rows`` read of lie, by the storage writer's metadata.
+
+    Returns: names of files, ascending; for each row, the number of its file, and its own number in
+    file order.
+    """
+    data = metadata.storage_data
+    known: dict[str, dict[tuple[int, ...], tuple[str, int]]] = {}
+    if not isinstance(data, Places):
+        for index, info in data.items() if isinstance(data, dict) else ():
+            file, at = getattr(info, "relative_path", ""), getattr(info, "offset", 0)
+            if isinstance(file, str) and isinstance(at, int) and 0 <= at < 1 << 62:
+                known.setdefault(index.fqn, {})[tuple(index.offset or ())] = file, at
+    found: list[tuple[str, int] | None] = []
+    for those in _split(rows, reads.name):
+        fqn = reads.names[reads.name[those[0]]]
+        dims = int((reads.chunk[those] >= 0).sum(1).max())
+        offsets = list(map(tuple, reads.chunk[those, :dims].tolist()))
+        if isinstance(data, Places):  # what is asked for, and not all there is
+            objects = reads.objects[those].tolist()
+            pairs = zip(objects, offsets, strict=True)
+            found += data.located(fqn, [None if an_object else at for an_object, at in pairs])
+        else:
+            found += map(known.get(fqn, {}).get, offsets)
+    names = [place[0] if place else "" for place in found]
+    files = sorted(set(names))
+    number = {name: k for k, name in enumerate(files)}
+    file = np.array([number[name] for name in names], np.int64)
+    at = np.array([place[1] if place else 0 for place in found], np.int64)
+    return files, file, _ranked(file, at, np.arange(len(rows)))[0]
+
+
+def _disjoint_boxes(reads: Reads, chunk: Ints, rows: Ints) -> tuple[Ints, Ints, Ints]:
+    """What ``rows`` read, cut such that boxes of a chunk are equal or have nothing in common.
+
+    Returns: rows, one for each of the boxes that its box was cut into; and their offsets and sizes.
+    """
+    within, sizes = reads.within, reads.sizes
+    rows = rows[np.lexsort([each[rows] for each in (*sizes.T, *within.T[::-1], chunk)])]
+    # Most boxes follow one another: the last element of each comes before the first of the next.
+    low, high = within[rows], within[rows] + np.maximum(sizes[rows] - 1, 0)
+    after, equal = np.zeros(len(rows), bool), np.ones(len(rows), bool)
+    for d in range(low.shape[1]):
+        after[1:] |= equal[1:] & (low[1:, d] > high[:-1, d])
+        equal[1:] &= low[1:, d] == high[:-1, d]
+    meets = ~after & ~_changes(chunk[rows]) & _changes(*low.T, *sizes[rows].T)
+    cut = np.isin(chunk[rows], chunk[rows[meets]])
+    pieces = [piece for those in _split(rows[cut], chunk) for piece in _cut(reads, those)]
+    whole, width = rows[~cut], low.shape[1]
+    return (
+        np.append(whole, np.array([row for row, _ in pieces], np.int64)),
+        np.vstack((within[whole], _padded([box.offsets for _, box in pieces], width))),
+        np.vstack((sizes[whole], _padded([box.sizes for _, box in pieces], width))),
+    )
+
+
+def _padded(rows: Sequence[tuple[int, ...]], width: int) -> Ints:
+    full = [(*row, *[-1] * (width - len(row))) for row in rows]
+    return np.array(full, np.int64).reshape(len(rows), width)
+
+
+def _split(rows: Ints, by: Ints) -> list[Ints]:
+    """Groups of neighbours that are equal ``by``."""
+    (begins,) = _changes(by[rows]).nonzero()
+    return np.split(rows, begins[1:]) if len(rows) else []
+
+
+def _cut(reads: Reads, rows: Ints) -> Iterator[tuple[int, Box]]:
+    """What ``rows`` read of one chunk, in disjoint boxes: who wants it, and what."""
+    wanted: dict[Box, list[int]] = {}
+    for row in rows.tolist():
+        wanted.setdefault(box_of(reads.within[row], reads.sizes[row]), []).append(row)
+    for cluster in _clusters(list(wanted.items())):
+        for box, owners in _disjoint(cluster):
+            yield from ((row, box) for row in owners)
 
 
 def _clusters(boxes: list[_Wanted]) -> Iterator[list[_Wanted]]:

@@ -8,16 +8,20 @@ rounds, in which no rank sends and receives more than a bound.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+
+import numpy as np
 
 from dcp_fsdp_osd.compact import Numbers, numbers
-from dcp_fsdp_osd.exchange.regions import Region
-from dcp_fsdp_osd.layout.geometry import Box, boxes_of_interval
+from dcp_fsdp_osd.exchange.reads import Ints
+from dcp_fsdp_osd.exchange.regions import Regions
+from dcp_fsdp_osd.layout.geometry import Box
 
-__all__ = ["Chunk", "Draft", "RegionSlice", "Sizes", "Stream", "chunk_steps", "rounds", "steps"]
+__all__ = ["Chunk", "Draft", "Run", "Sizes", "Stream", "chunk_steps", "rounds", "steps"]
 
 _ELEMENT = 16  # bytes of the largest
 
@@ -40,26 +44,54 @@ class Sizes:
     block: int = 1 << 20
 
 
-class RegionSlice(NamedTuple):
-    """Elements ``[start, stop)`` of a region, in the row-major order of its box."""
+@dataclass(frozen=True)
+class Run:
+    """Elements of regions, in a row: for each, those from ``start`` to ``stop``.
 
-    region: Region
-    start: int
-    stop: int
+    ``region`` are numbers of ``regions``; all three are columns, equally long.
+    """
+
+    regions: Regions
+    region: Ints
+    start: Ints
+    stop: Ints
+
+    @staticmethod
+    def of(regions: Regions, region: Ints) -> Run:
+        """All of some regions."""
+        return Run(regions, region, np.zeros_like(region), regions.numel[region])
 
     @property
-    def nbytes(self) -> int:
-        return (self.stop - self.start) * self.region.itemsize
+    def sizes(self) -> Ints:
+        """Bytes of each."""
+        sizes: Ints = (self.stop - self.start) * self.regions.itemsize[self.region]
+        return sizes
 
-    def boxes(self) -> list[Box]:
-        """In the region's box."""
-        assert self.region.box is not None
-        return boxes_of_interval(self.region.box.sizes, self.start, self.stop)
+    @cached_property
+    def nbytes(self) -> int:
+        return int(self.sizes.sum())
+
+    @property
+    def files(self) -> set[int]:
+        return set(np.unique(self.regions.file[self.region]).tolist())
+
+    def part(self, begin: int, end: int, start: int, stop: int | None = None) -> Run:
+        """Some of it: ``start`` is the first element of the first region, ``stop`` of the last."""
+        first, last = self.start[begin:end].copy(), self.stop[begin:end].copy()
+        first[:1] = start
+        if stop is not None:
+            last[-1:] = stop
+        return Run(self.regions, self.region[begin:end], first, last)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        columns = self.region.tolist(), self.start.tolist(), self.stop.tolist()
+        return zip(*columns, strict=True)
 
 
 @dataclass
 class Stream:
     """Attributes:
+    classes: that want it, ascending.
     wanting: who gets it, ascending.
     readers: who may read of it, in the order in which runs are given out.
     cuda: all destinations are on CUDA devices.
@@ -67,17 +99,13 @@ class Stream:
     whole: it is of chunks that are read whole, by one reader, into memory of their own.
     """
 
+    classes: tuple[int, ...]
     wanting: Numbers
     readers: tuple[int, ...]
     cuda: bool
     objects: bool
     whole: bool = False
-    regions: list[Region] = field(default_factory=list)
     _members: dict[int, Numbers] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(region.nbytes for region in self.regions)
 
     def members(self, root: int) -> Numbers:
         """Who takes part in a message of ``root``: one and the same value for all of them."""
@@ -93,33 +121,27 @@ class Stream:
 class Chunk:
     """A saved chunk of which ``root`` reads ``box``, the rest not being wanted by anybody.
 
-    ``regions``: who wants them, and what of the chunk they are.
+    ``number`` is what its regions have; ``regions``: who wants them, and which they are.
     """
 
     root: int
+    number: int
     box: Box
-    regions: Sequence[tuple[Stream, Region]]
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return self.regions[0][1].chunk_key
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.numel * self.regions[0][1].itemsize
+    nbytes: int
+    regions: Sequence[tuple[Stream, int]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Draft:
     """A message, before its members are given theirs."""
 
     stream: Stream
     root: int
-    slices: list[RegionSlice]
-    nbytes: int = 0
+    run: Run
 
-    def __post_init__(self) -> None:
-        self.nbytes = sum(each.nbytes for each in self.slices)
+    @property
+    def nbytes(self) -> int:
+        return self.run.nbytes
 
     @property
     def members(self) -> Numbers:
@@ -130,21 +152,20 @@ Steps = list[list[Draft]]
 """Messages of one stream: a list for each time that it has its turn."""
 
 
-def steps(streams: Sequence[Stream], reads_parts: bool, sizes: Sizes) -> list[Steps]:
+def steps(streams: Sequence[tuple[Stream, Run]], reads_parts: bool, sizes: Sizes) -> list[Steps]:
     """For each stream its steps, of ``sizes.round`` bytes at most; readers take turns.
 
     Streams are given out to readers by their bytes, the largest first.
     """
     readers = _Readers()
-    totals = [stream.nbytes for stream in streams]
+    totals = [run.nbytes for _, run in streams]
     found: dict[int, Steps] = {}
     for k in sorted(range(len(streams)), key=lambda k: (-totals[k], k)):
-        stream, total = streams[k], totals[k]
+        (stream, all_of_it), total = streams[k], totals[k]
         count = min(max(-(-total // sizes.reader), 1), len(stream.readers))
         cut = _even_runs if reads_parts and total else _runs_of_regions
-        runs = dict(
-            zip(readers.choose(stream, count), cut(stream, count, sizes.block), strict=True)
-        )
+        roots = readers.choose(stream, all_of_it, count)
+        runs = dict(zip(roots, cut(all_of_it, count, sizes.block), strict=True))
         for root, run in runs.items():
             readers.give(root, run)
         found[k] = _turns(stream, runs, sizes)
@@ -156,9 +177,9 @@ class _Readers:
 
     def __init__(self) -> None:
         self._load: dict[int, int] = {}
-        self._files: dict[int, set[str]] = {}
+        self._files: dict[int, set[int]] = {}
 
-    def choose(self, stream: Stream, count: int) -> tuple[int, ...]:
+    def choose(self, stream: Stream, run: Run, count: int) -> tuple[int, ...]:
         """So many of a stream's readers, in the stream's order.
 
         Those that read its files anyway (some clients read ahead in each file that they open),
@@ -166,24 +187,23 @@ class _Readers:
         """
         if count == len(stream.readers):
             return stream.readers
-        files = {region.where[0] for region in stream.regions}
+        files = run.files
         known = {n: len(files & self._files.get(n, set())) for n in stream.readers}
         order = sorted(stream.readers, key=lambda n: (-known[n], self._load.get(n, 0), n))
         best = set(order[:count])
         return tuple(n for n in stream.readers if n in best)
 
-    def give(self, root: int, run: Iterable[RegionSlice]) -> None:
-        for each in run:
-            self._load[root] = self._load.get(root, 0) + each.nbytes
-            self._files.setdefault(root, set()).add(each.region.where[0])
+    def give(self, root: int, run: Run) -> None:
+        self._load[root] = self._load.get(root, 0) + run.nbytes
+        self._files.setdefault(root, set()).update(run.files)
 
 
-def _turns(stream: Stream, runs: dict[int, list[RegionSlice]], sizes: Sizes) -> Steps:
+def _turns(stream: Stream, runs: dict[int, Run], sizes: Sizes) -> Steps:
     """The messages of each reader's run, in steps of as many readers as a round has room for."""
     size = min(max(sizes.round // len(runs), sizes.message), sizes.round)
     size = max(size, _ELEMENT)
     queues = [
-        [Draft(stream, root, slices) for slices in _messages(run, size, sizes.block)]
+        [Draft(stream, root, part) for part in _messages(run, size, sizes.block)]
         for root, run in runs.items()
     ]
     together = max(sizes.round // size, 1)
@@ -196,88 +216,101 @@ def _turns(stream: Stream, runs: dict[int, list[RegionSlice]], sizes: Sizes) -> 
     return [step for step in found if step]
 
 
-def _even_runs(stream: Stream, count: int, block: int) -> list[list[RegionSlice]]:
+def _even_runs(stream: Run, count: int, block: int) -> list[Run]:
     """Cut a stream into ``count`` runs that differ by less than a block and two elements."""
-    runs: list[list[RegionSlice]] = [[] for _ in range(count)]
-    total, position = stream.nbytes, 0
-    for region in stream.regions:
-        start = 0
-        for run in range(min(position * count // total, count - 1), count):
-            border = total * (run + 1) // count - position
+    regions, total = stream.regions, stream.nbytes
+    ends = stream.sizes.cumsum()
+    begins = ends - stream.sizes
+    runs = np.minimum(begins * count // total, count - 1)  # each region's first
+    cut = (runs < count - 1) & (total * (runs + 1) // count < ends)
+    pieces = []
+    for n in cut.nonzero()[0].tolist():
+        region, start, numel = int(stream.region[n]), 0, int(stream.stop[n])
+        for run in range(int(runs[n]), count):
+            border = total * (run + 1) // count - int(begins[n])
             last = run == count - 1
-            stop = region.numel if last else _aligned(region, border, start, block)
+            stop = numel if last else _aligned(regions, region, border, start, block)
             if stop > start:
-                runs[run].append(RegionSlice(region, start, stop))
+                pieces.append((n, start, stop, run))
                 start = stop
-            if stop == region.numel:
+            if stop == numel:
                 break
-        position += region.nbytes
-    return runs
+    (whole,) = (~cut).nonzero()
+    rows = np.column_stack((whole, np.zeros_like(whole), stream.stop[whole], runs[whole]))
+    rows = np.vstack((rows, np.array(pieces, np.int64).reshape(-1, 4)))
+    at, start, stop, run = rows[rows[:, 0].argsort(kind="stable")].T
+    return _parted(Run(regions, stream.region[at], start, stop), run, count)
 
 
-def _runs_of_regions(stream: Stream, count: int, _block: int) -> list[list[RegionSlice]]:
+def _parted(run: Run, into: Ints, count: int) -> list[Run]:
+    """What of a run goes ``into`` which of ``count`` runs, which is ascending."""
+    edges = into.searchsorted(np.arange(count + 1)).tolist()
+    return [
+        Run(run.regions, run.region[a:b], run.start[a:b], run.stop[a:b])
+        for a, b in itertools.pairwise(edges)
+    ]
+
+
+def _runs_of_regions(stream: Run, count: int, _block: int) -> list[Run]:
     """Give each region, uncut, to the one of ``count`` runs that its middle lies in.
 
     Or to that of its file's middle, if the file is hardly longer than a run: clients that cannot
     read parts of a chunk tend to read ahead in a file.
     """
-    runs: list[list[RegionSlice]] = [[] for _ in range(count)]
-    total = stream.nbytes
-    starts = [0, *itertools.accumulate(region.nbytes for region in stream.regions)]
-    files: dict[str, tuple[int, int]] = {}  # first byte in the stream, and bytes
-    for region, start in zip(stream.regions, starts, strict=False):
-        first, size = files.get(region.where[0], (start, 0))
-        files[region.where[0]] = first, size + region.nbytes
-    for region, start in zip(stream.regions, starts, strict=False):
-        first, size = files[region.where[0]]
-        if size * count > total + total // 8:
-            first, size = start, region.nbytes
-        middle = (first + size // 2) * count // max(total, 1)
-        runs[min(middle, count - 1)].append(RegionSlice(region, 0, region.numel))
-    return runs
+    total, sizes = stream.nbytes, stream.sizes
+    starts = sizes.cumsum() - sizes
+    _, first, file = np.unique(
+        stream.regions.file[stream.region], return_index=True, return_inverse=True
+    )
+    of_file = np.zeros_like(first)
+    np.add.at(of_file, file, sizes)
+    small = of_file[file] * count <= total + total // 8
+    middle = np.where(small, starts[first][file] + of_file[file] // 2, starts + sizes // 2)
+    into = np.minimum(middle * count // max(total, 1), count - 1)
+    order = into.argsort(kind="stable")
+    return _parted(Run.of(stream.regions, stream.region[order]), into[order], count)
 
 
-def _messages(run: Sequence[RegionSlice], size: int, block: int) -> Iterator[list[RegionSlice]]:
+def _messages(run: Run, size: int, block: int) -> Iterator[Run]:
     """Cut a run into messages of at most ``size`` bytes (or one element)."""
-    slices: list[RegionSlice] = []
-    room = size
-    for region, first, stop in run:
-        start = first
-        while (stop - start) * region.itemsize > room:
-            cut = min(_aligned(region, start * region.itemsize + room, start, block), stop)
-            if cut > start:
-                slices.append(RegionSlice(region, start, cut))
-                start = cut
-            elif not slices:  # not even one block fits: take what does
-                cut = min(start + max(room // max(region.itemsize, 1), 1), stop)
-                slices.append(RegionSlice(region, start, cut))
-                start = cut
-            yield slices
-            slices, room = [], size
-        if start < stop:
-            slices.append(RegionSlice(region, start, stop))
-            room -= (stop - start) * region.itemsize
-    if slices:
-        yield slices
+    regions, each = run.regions, list(run)
+    ends = [0, *run.sizes.cumsum().tolist()]  # of what is before each region, in bytes
+    n, start = 0, each[0][1] if each else 0  # where the next message begins
+    while n < len(each):
+        begin = ends[n] + (start - each[n][1]) * int(regions.itemsize[each[n][0]])
+        end = bisect_right(ends, begin + size) - 1  # the first region that does not fit as a whole
+        if end == len(each):
+            yield run.part(n, end, start)
+            return
+        region, first, stop = each[end]
+        first = start if end == n else first
+        itemsize = int(regions.itemsize[region])
+        room = begin + size - ends[end] if end > n else size
+        cut = min(_aligned(regions, region, first * itemsize + room, first, block), stop)
+        if cut == first and end == n:  # not even one block fits: take what does
+            cut = min(first + max(room // max(itemsize, 1), 1), stop)
+        if cut > first:
+            yield run.part(n, end + 1, start, cut)
+        else:
+            yield run.part(n, end, start)
+        n, start = end, cut
+        if cut == stop:  # one element, which is more than a message
+            n, start = end + 1, each[end + 1][1] if end + 1 < len(each) else 0
 
 
-def _aligned(region: Region, border: int, start: int, block: int) -> int:
+def _aligned(regions: Regions, region: int, border: int, start: int, block: int) -> int:
     """The element at byte ``border``, moved down to a block's end; at least ``start``.
 
     Blocks count from the chunk's first byte where the region is 1-D, else from its own.
     """
-    box = region.box
-    assert box is not None
-    base = 0  # in the chunk
-    if len(box.offsets) == 1:
-        base = box.offsets[0] * region.itemsize
-    if border >= region.nbytes:
-        return box.numel
+    if border >= regions.nbytes[region]:
+        return int(regions.numel[region])
+    base = regions.base(region)
     byte = (base + border) // block * block - base
-    return max(byte // region.itemsize, start)
+    return max(byte // int(regions.itemsize[region]), start)
 
 
-def chunk_steps(chunks: Iterable[Chunk], sizes: Sizes) -> list[Steps]:
+def chunk_steps(chunks: Iterable[Chunk], regions: Regions, sizes: Sizes) -> list[Steps]:
     """The steps of chunks that are read whole, for each reader in file order.
 
     They are sent chunk by chunk, or a few small ones together, so that the reader can let go of
@@ -288,26 +321,26 @@ def chunk_steps(chunks: Iterable[Chunk], sizes: Sizes) -> list[Steps]:
     for chunk in chunks:
         held = waiting.setdefault(chunk.root, [])
         if held and sum(each.nbytes for each in held) + chunk.nbytes > sizes.round:
-            found.setdefault(chunk.root, []).extend(_steps_of(held, sizes))
+            found.setdefault(chunk.root, []).extend(_steps_of(held, regions, sizes))
             held.clear()
         held.append(chunk)
     for root, held in waiting.items():
-        found.setdefault(root, []).extend(_steps_of(held, sizes))
+        found.setdefault(root, []).extend(_steps_of(held, regions, sizes))
     return list(found.values())
 
 
-def _steps_of(chunks: Sequence[Chunk], sizes: Sizes) -> Steps:
+def _steps_of(chunks: Sequence[Chunk], regions: Regions, sizes: Sizes) -> Steps:
     """The messages of chunks that are held at once, in steps of ``sizes.round`` bytes."""
-    runs: dict[int, tuple[Stream, list[RegionSlice]]] = {}
+    of_streams: dict[int, tuple[Stream, list[int]]] = {}
     for chunk in chunks:
         for stream, region in chunk.regions:
-            _, run = runs.setdefault(id(stream), (stream, []))
-            run.append(RegionSlice(region, 0, region.numel))
+            of_streams.setdefault(id(stream), (stream, []))[1].append(region)
     found: Steps = []
     room = 0
-    for stream, run in runs.values():
-        for slices in _messages(run, sizes.round, sizes.block):
-            draft = Draft(stream, chunks[0].root, slices)
+    for stream, those in of_streams.values():
+        run = Run.of(regions, np.array(those, np.int64))
+        for part in _messages(run, sizes.round, sizes.block):
+            draft = Draft(stream, chunks[0].root, part)
             if not found or draft.nbytes > room:
                 found.append([])
                 room = sizes.round

@@ -18,17 +18,19 @@ ByteCheckpoint (arXiv 2407.20143, section 4.1) also reads once, and then sends t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_fsdp_osd.compact import Numbers
 from dcp_fsdp_osd.exchange.assembly import Assembly
 from dcp_fsdp_osd.exchange.messages import RankSchedule
-from dcp_fsdp_osd.exchange.regions import Classes, Participant, Region, find_regions
-from dcp_fsdp_osd.exchange.rounds import Chunk, Sizes, Stream, chunk_steps, rounds, steps
-from dcp_fsdp_osd.layout.geometry import Box
+from dcp_fsdp_osd.exchange.reads import Ints, box_of
+from dcp_fsdp_osd.exchange.regions import Classes, Participant, Regions, find_regions
+from dcp_fsdp_osd.exchange.rounds import Chunk, Run, Sizes, Stream, chunk_steps, rounds, steps
 
 __all__ = ["ExchangePlan", "plan_exchange"]
 
@@ -73,122 +75,123 @@ def plan_exchange(
         ValueError: something is wanted, and no participant can read.
     """
     classes = Classes(participants)
-    streams = _Streams(classes, spread=spread and reads_parts)
     regions = find_regions(classes, metadata)
-    shared = [streams.of(region) for region in regions]
-    if not any(shared):
+    streams = _Streams(classes, regions, spread=spread and reads_parts)
+    kind, first = _kinds(classes, regions)
+    of_kind = [streams.of(region) for region in first]
+    if not any(of_kind):
         return None
+    shared = np.array([stream is not None for stream in of_kind])[kind]
     chunks = [] if reads_parts else _chunks(regions, shared, streams)
-    in_chunks = {id(region) for chunk in chunks for _, region in chunk.regions}
-    alone: list[Region] = []
-    for region, stream in zip(regions, shared, strict=True):
-        if id(region) in in_chunks:
-            continue
-        if stream is None:
-            alone.append(region)
-        else:
-            stream.regions.append(region)
-    filled = [stream for stream in streams if stream.regions]
-    queues = steps(filled, reads_parts, sizes) + chunk_steps(chunks, sizes)
-    assembly = Assembly(classes, chunks, reads_parts)
+    whole = np.zeros(len(regions), bool)
+    whole[[region for chunk in chunks for _, region in chunk.regions]] = True
+    those = np.where(shared & ~whole, kind, -1)
+    order = those.argsort(kind="stable")
+    edges = those[order].searchsorted(np.arange(len(first) + 1)).tolist()
+    filled = [
+        (stream, Run.of(regions, order[a:b]))
+        for stream, (a, b) in zip(of_kind, itertools.pairwise(edges), strict=True)
+        if stream is not None and b > a
+    ]
+    queues = steps(filled, reads_parts, sizes) + chunk_steps(chunks, regions, sizes)
+    assembly = Assembly(classes, regions, chunks, reads_parts)
     for drafts in rounds(queues, sizes.round):
         assembly.add_round(drafts)
-    left = {id(region) for region in alone}
-    exchanged = [region for region in regions if id(region) not in left]
+    exchanged = shared | whole
+    members = np.array([len(those) for those in classes.members])[classes.reads.plan]
+    spared = np.add.reduceat(members[regions.owners], regions.begins) - 1
     return ExchangePlan(
-        ranks=assembly.schedules(exchanged, alone),
-        unique=sum(region.nbytes for region in exchanged),
-        spared=sum(region.nbytes * (classes.count(region) - 1) for region in exchanged),
+        ranks=assembly.schedules(~exchanged),
+        unique=int(regions.nbytes[exchanged].sum()),
+        spared=int((regions.nbytes * spared)[exchanged].sum()),
     )
+
+
+def _kinds(classes: Classes, regions: Regions) -> tuple[Ints, list[int]]:
+    """Each region's kind: who wants it, and how; and the first region of each kind."""
+    wanting = classes.reads.plan[regions.owners]
+    owners = wanting[regions.begins]
+    known: dict[bytes, int] = {}
+    for region in (regions.counts > 1).nonzero()[0].tolist():
+        begin = regions.begins[region]
+        those = wanting[begin : begin + regions.counts[region]].tobytes()
+        owners[region] = len(classes.members) + known.setdefault(those, len(known))
+    each = owners * 4 + regions.cuda * 2 + regions.objects
+    _, first, kind = np.unique(each, return_index=True, return_inverse=True)
+    rank = np.empty_like(first)
+    rank[first.argsort()] = range(len(first))
+    return rank[kind], sorted(first.tolist())
 
 
 class _Streams:
     """The streams of one exchange: what the same ranks want, of the same kind, is in one.
 
-    Iteration gives them in the order in which they were first asked for.
-
     Args:
         spread: all ranks that can read do, not only those that want something.
     """
 
-    def __init__(self, classes: Classes, *, spread: bool) -> None:
-        self.classes, self._spread = classes, spread
+    def __init__(self, classes: Classes, regions: Regions, *, spread: bool) -> None:
+        self._classes, self._regions, self._spread = classes, regions, spread
         ranks = classes.participants
         self.readers = tuple(n for n, rank in enumerate(ranks) if rank.can_read)
         if not self.readers:
             raise ValueError("expected at least one rank that can read, found none")
-        self._of: dict[object, Stream] = {}
-        self._found: dict[object, Stream | None] = {}
+        self._of_chunks: dict[object, Stream] = {}
 
-    def __iter__(self) -> Iterator[Stream]:
-        return iter(self._of.values())
-
-    def of(self, region: Region) -> Stream | None:
-        """The stream that a region belongs to; None if who wants it reads it for itself alone."""
-        key = tuple(number for number, _ in region.owners), region.cuda, region.box is None
-        if key not in self._found:
-            self._found[key] = self._new(region)
-        return self._found[key]
-
-    def _new(self, region: Region) -> Stream | None:
-        wanting = self.classes.wanting(region)
-        able = self.able(wanting)
-        if self._spread:
-            able = self.readers
+    def of(self, region: int) -> Stream | None:
+        """A stream for regions of one kind; None if who wants them reads them for itself alone."""
+        wanting = self.wanting(region)
+        able = self.readers if self._spread else self.able(wanting)
         if wanting == able and len(wanting) == 1:
             return None
-        return self._stream(region, wanting, able, whole=False)
+        return self._stream(region, able, whole=False)
 
-    def from_chunk(self, region: Region, root: int) -> Stream:
+    def of_chunk(self, region: int, root: int) -> Stream:
         """The stream of a region of a chunk that ``root`` reads whole."""
-        return self._stream(region, self.classes.wanting(region), (root,), whole=True)
+        stream = self._stream(region, (root,), whole=True)
+        return self._of_chunks.setdefault((stream.classes, root, stream.cuda), stream)
+
+    def wanting(self, region: int) -> Numbers:
+        return self._classes.wanting(self._owners(region))
 
     def able(self, wanting: Iterable[int]) -> tuple[int, ...]:
         """Those that can read, of ``wanting``; of all, if none of them can."""
-        ranks = self.classes.participants
+        ranks = self._classes.participants
         return tuple(n for n in wanting if ranks[n].can_read) or self.readers
 
-    def _stream(
-        self, region: Region, wanting: Numbers, able: tuple[int, ...], *, whole: bool
-    ) -> Stream:
-        ranks = self.classes.participants
+    def _owners(self, region: int) -> tuple[int, ...]:
+        begin, count = self._regions.begins[region], self._regions.counts[region]
+        owners = self._regions.owners[begin : begin + count]
+        return tuple(self._classes.reads.plan[owners].tolist())
+
+    def _stream(self, region: int, able: tuple[int, ...], *, whole: bool) -> Stream:
+        ranks, regions = self._classes.participants, self._regions
         readers = tuple(sorted(able, key=lambda n: (ranks[n].host, n)))
-        objects = region.box is None
-        key = (wanting, readers, region.cuda, objects, whole)
-        if key not in self._of:
-            self._of[key] = Stream(wanting, readers, region.cuda, objects, whole)
-        return self._of[key]
+        owners = self._owners(region)
+        cuda, objects = bool(regions.cuda[region]), bool(regions.objects[region])
+        return Stream(owners, self._classes.wanting(owners), readers, cuda, objects, whole)
 
 
-def _chunks(
-    regions: Sequence[Region], shared: Sequence[Stream | None], streams: _Streams
-) -> list[Chunk]:
+def _chunks(regions: Regions, shared: npt.NDArray[np.bool_], streams: _Streams) -> list[Chunk]:
     """Chunks that ranks want different regions of, some of which are exchanged; in file order.
 
     Each is read by the one of those that want something of it who has least to read.
     """
-    of_chunk: dict[object, list[tuple[Region, Stream | None]]] = {}
-    for region, stream in zip(regions, shared, strict=True):
-        if region.box is not None:
-            of_chunk.setdefault(region.chunk_key, []).append((region, stream))
+    _, chunk, count = np.unique(regions.chunk, return_inverse=True, return_counts=True)
+    some = (np.bincount(chunk, weights=shared) > 0) & (count > 1)
+    of_chunk: dict[int, list[int]] = {}
+    for region in some[chunk].nonzero()[0].tolist():
+        of_chunk.setdefault(int(regions.chunk[region]), []).append(region)
     found: list[Chunk] = []
     load: dict[int, int] = {}
-    for pairs in of_chunk.values():
-        if len(pairs) == 1 or not any(stream for _, stream in pairs):
-            continue
-        those = [region for region, _ in pairs]
-        wanting = itertools.chain.from_iterable(map(streams.classes.wanting, those))
+    for number, those in of_chunk.items():
+        wanting = itertools.chain.from_iterable(map(streams.wanting, those))
         root = min(streams.able(wanting), key=lambda n: (load.get(n, 0), n))
-        box = _around(those)
-        load[root] = load.get(root, 0) + box.numel * those[0].itemsize
-        found.append(Chunk(root, box, [(streams.from_chunk(each, root), each) for each in those]))
+        low = regions.offsets[those].min(0)
+        high = (regions.offsets[those] + regions.sizes[those]).max(0)
+        box = box_of(low, high - low)
+        nbytes = box.numel * int(regions.itemsize[those[0]])
+        load[root] = load.get(root, 0) + nbytes
+        of_them = [(streams.of_chunk(region, root), region) for region in those]
+        found.append(Chunk(root, number, box, nbytes, of_them))
     return found
-
-
-def _around(regions: Sequence[Region]) -> Box:
-    """The smallest box that holds the boxes of all ``regions``."""
-    boxes = [region.box for region in regions if region.box is not None]
-    low = [min(each) for each in zip(*(box.offsets for box in boxes), strict=True)]
-    ends = [[a + n for a, n in zip(box.offsets, box.sizes, strict=True)] for box in boxes]
-    high = [max(each) for each in zip(*ends, strict=True)]
-    return Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))

@@ -214,9 +214,10 @@ class _IndexedPlaces(Places):
         number, chunks, _ = self._keys.get(fqn, (NONE, None, ""))
         if len(offsets) < MANY or number == NONE or chunks is None:
             return super().located(fqn, offsets)
-        row_of = chunks.known.by_offsets
-        rows = [None if offset is None else row_of.get(offset) for offset in offsets]
-        found = self._boxes.entries(number)[:, [row for row in rows if row is not None]]
+        rows = list(map(chunks.known.by_offsets.get, offsets))
+        if None in rows:
+            return super().located(fqn, offsets)
+        found = self._boxes.entries(number)[:, torch.tensor(rows)]
         file, at, length, kind, payload, nbytes, crc = found
         counts = torch.stack((at, length, payload, nbytes, crc + 1))
         tensors = kind == KIND_TENSOR
@@ -231,8 +232,7 @@ class _IndexedPlaces(Places):
             return super().located(fqn, offsets)  # which has the words for it
         files = file.tolist()
         self._check(files)
-        places = zip(map(self._names.__getitem__, files), at.tolist(), strict=True)
-        return [None if row is None else next(places) for row in rows]
+        return list(zip(map(self._names.__getitem__, files), at.tolist(), strict=True))
 
     def _check(self, files: Iterable[int]) -> None:
         for file in set(files) - self._checked:
