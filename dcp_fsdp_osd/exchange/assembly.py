@@ -71,14 +71,8 @@ class Assembly:
         class_of, root = self._classes.class_of, draft.root
         wanted_by = draft.stream.classes
         direct = class_of[root] in wanted_by and not draft.stream.whole
-        message = Message(
-            draft.members,
-            root,
-            self._tag,
-            draft.nbytes,
-            draft.stream.cuda and direct,
-            draft.stream.objects,
-        )
+        cuda, objects = draft.stream.cuda and direct, draft.stream.objects
+        head = draft.members, root, self._tag, draft.nbytes, cuda, objects
         self._tag += 1
         parts = {number: self._parts(draft.run, k, number) for k, number in enumerate(wanted_by)}
         needs: Sequence[int]
@@ -91,14 +85,12 @@ class Assembly:
         else:
             sources = self._sources(draft, direct)
             needs = tuple(dict.fromkeys(source.read for source in sources))
-        seen_by = {
-            number: dataclasses.replace(message, parts=found) for number, found in parts.items()
-        }
+        seen_by = {number: Message(*head, found) for number, found in parts.items()}
+        nothing = Message(*head)
         for n in draft.members:
-            mine = seen_by.get(class_of[n], message)
+            mine = seen_by.get(class_of[n], nothing)
             if n == root:
-                kept = () if direct else tuple(sources)
-                mine = dataclasses.replace(mine, needs=tuple(needs), sources=kept)
+                mine = Message(*head, mine.parts, tuple(needs), () if direct else tuple(sources))
             self._ranks[n].messages.append(mine)
 
     def _parts(self, run: Run, k: int, number: int) -> tuple[Part, ...]:

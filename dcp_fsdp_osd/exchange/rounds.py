@@ -61,7 +61,7 @@ class Run:
         """All of some regions."""
         return Run(regions, region, np.zeros_like(region), regions.numel[region])
 
-    @property
+    @cached_property
     def sizes(self) -> Ints:
         """Bytes of each."""
         sizes: Ints = (self.stop - self.start) * self.regions.itemsize[self.region]
@@ -71,9 +71,9 @@ class Run:
     def nbytes(self) -> int:
         return int(self.sizes.sum())
 
-    @property
+    @cached_property
     def files(self) -> set[int]:
-        return set(np.unique(self.regions.file[self.region]).tolist())
+        return set(self.regions.file[self.region].tolist())
 
     def part(self, begin: int, end: int, start: int, stop: int | None = None) -> Run:
         """Some of it: ``start`` is the first element of the first region, ``stop`` of the last."""
