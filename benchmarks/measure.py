@@ -17,10 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from dcp_fsdp_osd.storage.memory import copy_bytes
 
 __all__ = [
     "Measured",
@@ -31,11 +34,13 @@ __all__ = [
     "measure",
     "median",
     "raw_bytes",
+    "read_as_reader",
     "rss_bytes",
     "table",
     "write_json",
 ]
 
+_CHUNK = 1 << 19
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _STATUS = Path("/proc/self/status")
 
@@ -57,6 +62,22 @@ class Measured:
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def read_as_reader(
+    file: FileIO, view: memoryview, seen: Callable[[memoryview], object] | None
+) -> None:
+    """Fill `view` by way of a chunk that stays in the cache, as the reader of local files does (a
+    read that hangs must not be left with the destination); `seen` takes each while it is there.
+    """
+    chunk = memoryview(bytearray(_CHUNK))
+    for begin in range(0, len(view), _CHUNK):
+        part = chunk[: len(view) - begin]
+        if file.readinto(part) != len(part):
+            raise OSError("short read")
+        if seen is not None:
+            seen(part)
+        copy_bytes(view, begin, part, 0, len(part))
 
 
 def rss_bytes() -> int:

@@ -15,29 +15,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from benchmarks.launch import report
 from benchmarks.llama import llama_units
-from benchmarks.measure import raw_bytes
+from benchmarks.measure import raw_bytes, read_as_reader
+from benchmarks.nothing import NoLoadPlanner, NoPlanner, NoReader, NoWriter
 from benchmarks.repeated_saves import Rank
-from benchmarks.repeated_saves_ranks import NoPlanner, NoWriter
 from dcp_fsdp_osd import FlatOptimLoadPlanner, StreamingReader, StreamingWriter
 from dcp_fsdp_osd.compact import no_collections
 from dcp_fsdp_osd.fsdp.optim import Target
 from dcp_fsdp_osd.layout import FlatLayout, ParamKind, ParamLayout, Unit, simulate
 from dcp_fsdp_osd.storage.checksum import best_checksum
-from dcp_fsdp_osd.storage.memory import copy_bytes
 from dcp_fsdp_osd.storage.metadata import FOOT_BYTES, dump_metadata, fill_metadata, index_start
 from dcp_fsdp_osd.storage.results import unpack_results
 
 __all__ = ["Job", "Played", "Work", "play"]
 
 _PIECE = 8 << 20
-_CHUNK = 1 << 19  # of the reader of local files
 
 
 @dataclass(frozen=True)
@@ -242,59 +239,6 @@ def _load_planner(layout: FlatLayout) -> FlatOptimLoadPlanner:
 # ------------------------------------------------------------------- a real rank
 
 
-class _NoLoadPlanner(LoadPlanner):
-    """Plans nothing."""
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, *args: Any) -> None:
-        raise NotImplementedError
-
-    def resolve_tensor(self, *args: Any) -> torch.Tensor:
-        raise NotImplementedError
-
-    def commit_tensor(self, *args: Any) -> None:
-        raise NotImplementedError
-
-
-class _NoReader(StorageReader):
-    """Reads nothing."""
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata({})
-
-    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, *args: Any) -> Future[None]:
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-
 def _run(job: Job) -> dict[str, list[float]]:
     """Seconds of each round, but the first, on this rank; all ranks begin together."""
     number, world = dist.get_rank(), dist.get_world_size()
@@ -323,11 +267,8 @@ def _run(job: Job) -> dict[str, list[float]]:
                 file.readinto(view[begin : begin + _PIECE])
 
     def read_by_chunk() -> None:
-        chunk = memoryview(bytearray(_CHUNK))
         with raw.open("rb", buffering=0) as file:
-            for begin in range(0, len(view), _CHUNK):
-                count = file.readinto(chunk[: len(view) - begin])
-                copy_bytes(view, begin, chunk, 0, count)
+            read_as_reader(file, view, None)
 
     def hash_it() -> None:
         for begin in range(0, len(view), _PIECE):
@@ -349,7 +290,7 @@ def _run(job: Job) -> dict[str, list[float]]:
         dcp.save({}, storage_writer=NoWriter(), planner=NoPlanner())
 
     def load_nothing() -> None:
-        dcp.load({}, storage_reader=_NoReader(), planner=_NoLoadPlanner())
+        dcp.load({}, storage_reader=NoReader(), planner=NoLoadPlanner())
 
     steps: dict[str, Callable[[], None]] = {
         "raw write": write,

@@ -10,17 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from benchmarks.launch import report
+from benchmarks.nothing import NoPlanner, NoWriter
 from benchmarks.repeated_saves import Rank, llama
 from dcp_fsdp_osd import StreamingWriter
 from dcp_fsdp_osd.layout import simulate
-
-__all__ = ["NoPlanner", "NoWriter"]
 
 
 @dataclass(frozen=True)
@@ -30,53 +25,6 @@ class Job:
     path: str
     saves: int
     flat: bool
-
-
-class NoPlanner(SavePlanner):
-    """Plans nothing: what is left of a save are DCP's own collectives, of next to no bytes."""
-
-    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return all_plans, Metadata({})
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: Any) -> Any:
-        raise NotImplementedError
-
-
-class NoWriter(StorageWriter):
-    """Writes nothing."""
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        pass
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
 
 _STEPS = (

@@ -34,7 +34,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from benchmarks.heap import release_freed_memory
 from benchmarks.launch import report
-from benchmarks.measure import Measured, interleave, raw_bytes
+from benchmarks.measure import Measured, interleave, raw_bytes, read_as_reader
+from benchmarks.nothing import NoLoadPlanner, NoPlanner, NoReader, NoWriter
 from benchmarks.wire import WireBytes
 from dcp_fsdp_osd import (
     FlatOptimLoadPlanner,
@@ -42,6 +43,7 @@ from dcp_fsdp_osd import (
     StreamingReader,
     StreamingWriter,
 )
+from dcp_fsdp_osd.storage.checksum import best_checksum
 
 __all__ = ["FRESH", "Bench", "Job", "Variant"]
 
@@ -92,6 +94,10 @@ class _Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+def _hash(data: memoryview) -> int:
+    return best_checksum().raw(data, 0)
 
 
 class Bench:
@@ -164,10 +170,16 @@ class Bench:
             state = {"optim": self.optim.state_dict()}
             dcp.save(state, storage_writer=writer(name), planner=planner)
 
-        def raw() -> None:
+        def nothing() -> None:
+            dcp.save({}, storage_writer=NoWriter(), planner=NoPlanner())
+
+        def raw(seen: Callable[[memoryview], object] | None = None) -> None:
             with (self.folder / f"raw-{self.rank}").open("wb", buffering=0) as file:
                 for tensor in self._tensors():
-                    file.write(raw_bytes(tensor))
+                    view = raw_bytes(tensor)
+                    for begin in range(0, len(view), 1 << 20) if seen else ():
+                        seen(view[begin : begin + (1 << 20)])
+                    file.write(view)
                 if self.job.fsync:
                     os.fsync(file.fileno())
 
@@ -176,6 +188,8 @@ class Bench:
             "ours": lambda: ours(self._ours_writer, "ours"),
             "ours, stock writer": lambda: ours(self._stock_writer, "ours-stock-writer"),
             "raw write": raw,
+            "raw write, checksums": lambda: raw(_hash),
+            "nothing": nothing,
         }
 
     def before_save(self, variant: str) -> None:
@@ -238,6 +252,8 @@ class Bench:
             "ours, stock reader": lambda: ours(dcp.FileSystemReader(self.folder / "ours")),
             "raw read": lambda: self._read_raw(self._tensors()),
             "raw read, fresh memory": raw_fresh,
+            "raw read, as the reader": lambda: self._read_raw(self._tensors(), as_reader=True),
+            "nothing": lambda: dcp.load({}, storage_reader=NoReader(), planner=NoLoadPlanner()),
         }
 
     def _fresh(self) -> list[torch.Tensor]:
@@ -245,10 +261,12 @@ class Bench:
         shapes = [value for state in self.spec for value in state.values()]
         return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
 
-    def _read_raw(self, tensors: list[torch.Tensor]) -> None:
+    def _read_raw(self, tensors: list[torch.Tensor], *, as_reader: bool = False) -> None:
         with (self.folder / f"raw-{self.rank}").open("rb", buffering=0) as file:
             for tensor in tensors:
-                if file.readinto(raw_bytes(tensor)) != tensor.nbytes:
+                if as_reader:
+                    read_as_reader(file, raw_bytes(tensor), _hash)
+                elif file.readinto(raw_bytes(tensor)) != tensor.nbytes:
                     raise OSError("short read")
 
     def prepare_load(self) -> None:
@@ -263,14 +281,14 @@ class Bench:
     def before_load(self, variant: str) -> None:
         self.scratch: list[torch.Tensor] = []
         self.optim = self._new_optim()
-        if variant in ("ours, in place", "raw read"):
+        if variant in ("ours, in place", "raw read", "raw read, as the reader"):
             self._live_state()
         release_freed_memory()
         dist.barrier()
 
     def after_load(self, variant: str) -> None:
         dist.barrier()
-        if not variant.startswith("raw") and self._digests() != self.trained:
+        if not variant.startswith(("raw", "nothing")) and self._digests() != self.trained:
             raise RuntimeError(f"{variant} loaded something else than what was saved")
 
     # ------------------------------------------------------------------ all of it
