@@ -2,9 +2,9 @@
 
     python -m benchmarks.plots benchmarks/results/stock_vs_ours.json -o docs/img/stock_vs_ours.svg
 
-It takes the JSON of ``stock_vs_ours``, ``storage``, ``async_save``, ``latency`` and ``export``, and
-draws ratios of one run: bars to the right are better, but where the title says less is.  Needs
-matplotlib (the extra ``plot``).
+It takes the JSON of ``stock_vs_ours``, ``storage``, ``async_save``, ``latency``, ``export`` and
+``metadata_index``, and draws figures of one run, ratios of them where others are in it: bars to the
+right are better, but where the title says less is.  Needs matplotlib (the extra ``plot``).
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def panels_of(document: Mapping[str, Any]) -> list[Panel]:
         ]
     if "options" in document and "rows" in document:
         return [_latency(row) for row in document["rows"]]
+    if "rows" in document and "traced" in document["rows"][0]:
+        return _metadata(document["rows"])
     raise ValueError(f"expected the JSON of a benchmark that is drawn, found {sorted(document)}")
 
 
@@ -96,6 +98,19 @@ def _latency(row: Mapping[str, Any]) -> Panel:
         for name, value in speeds.items()
     }
     return Panel(f"{row['what']}, {row['path']}: speed, best setting's = 1", bars, "x")
+
+
+def _metadata(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    names = {"index": "ours, by its index", "whole": "ours, read whole", "stock": "stock, no plan"}
+    found = []
+    for boxes in dict.fromkeys(row["boxes"] for row in rows):
+        of = {names[row[""]]: row for row in rows if row["boxes"] == boxes}
+        about = f"one rank reads {boxes:,} boxes"
+        seconds = {name: row["read"] + row["plan"] for name, row in of.items()}
+        found.append(Panel(f"{about} and plans: CPU seconds (less is better)", seconds, " s"))
+        memory = {name: row["traced"] for name, row in of.items()}
+        found.append(Panel(f"{about} and plans: MB (less is better)", memory, " MB"))
+    return found
 
 
 def draw(panels: Sequence[Panel], path: Path, note: str = "") -> None:

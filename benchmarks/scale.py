@@ -268,22 +268,32 @@ def exponents_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return found
 
 
+_DRAWN = {
+    "stock": "a save's plans, stock",
+    "save": "a save's plans, ours",
+    "load": "a load's plans, ours",
+    "results": "results of a save, ours",
+    "metadata": ".metadata, ours",
+}
+
+
 def _plot(rows: Sequence[dict[str, float]], path: str) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "dcp-fsdp-osd"
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 5))
-    for name in ("save", "results", "metadata", "load", "stock"):
+    for name, label in _DRAWN.items():
         points = [(row["ranks"], row[name]) for row in rows if name in row]
         if points:
-            axes.loglog(*zip(*points, strict=True), marker="o", label=name)
+            axes.loglog(*zip(*points, strict=True), marker="o", label=label)
     axes.set_xlabel("ranks")
     axes.set_ylabel("CPU seconds of the coordinator")
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

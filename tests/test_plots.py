@@ -88,6 +88,22 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, dict[str, float]]]] = {
         },
         {"export of 64 MiB from disk": {"raw copy": 1, "ours, out.pt": 0.8}},
     ),
+    "metadata_index": (
+        {
+            "rows": [
+                {"": "index", "boxes": 5000, "read": 0.1, "plan": 0.02, "traced": 6},
+                {"": "stock", "boxes": 5000, "read": 3, "plan": 0, "traced": 250},
+            ]
+        },
+        {
+            "one rank reads 5,000 boxes and plans: CPU": {
+                "ours, by its index": 0.12, "stock, no plan": 3,
+            },
+            "one rank reads 5,000 boxes and plans: MB": {
+                "ours, by its index": 6, "stock, no plan": 250,
+            },
+        },
+    ),
 }  # fmt: skip
 
 
