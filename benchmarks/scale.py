@@ -56,7 +56,7 @@ from benchmarks.llama import MODELS, llama_units
 from benchmarks.measure import PeakMemory, table, write_json
 from benchmarks.metadata_index import entries_of, of_variant, stock_pickle
 from benchmarks.repeated_saves import Rank
-from dcp_fsdp_osd import FlatOptimLoadPlanner
+from dcp_fsdp_osd import FlatOptimLoadPlanner, StreamingReader
 from dcp_fsdp_osd.compact import no_collections
 from dcp_fsdp_osd.fsdp.optim import Target
 from dcp_fsdp_osd.layout import FlatLayout, Unit, simulate
@@ -143,7 +143,6 @@ def _stock(plans: Sequence[SavePlan]) -> dict[str, float]:
 
 
 def _loads(metadata: Metadata, units: Sequence[Unit], world: int) -> dict[str, float]:
-    metadata.storage_meta = StorageMeta(checkpoint_id="memory", save_id="one")
     planners, sent = [], []
     for number in range(0, world, max(1, world // _SAMPLED)):
         planner = _load_planner(simulate(units, world_size=world, rank=number))
@@ -221,13 +220,13 @@ def measure(model: str, world: int, flat: bool, stock: bool, folder: str) -> dic
     found |= {"up": max(map(len, sent)), "down": max(map(len, down))}
     if stock:
         found |= _stock(plans)
-    found |= _loads(metadata, units, world)
     results = _results(units, world, metadata)
     del plans
     with PeakMemory() as later, no_collections():
         start = clock()
         written, _ = unpack_results([pickle.loads(each) for each in results])
         unpacked = clock()
+        metadata.storage_meta = StorageMeta(checkpoint_id="memory", save_id="one")
         fill_metadata(metadata, written, "crc32c")
         data = dump_metadata(metadata)
         end = clock()
@@ -236,6 +235,7 @@ def measure(model: str, world: int, flat: bool, stock: bool, folder: str) -> dic
     place = Path(folder, "index")
     place.mkdir()
     Path(place, ".metadata").write_bytes(data)
+    found |= _loads(StreamingReader(place).read_metadata(), units, world)
     rank = of_variant(folder, "index", model, world)
     found |= {"read": rank["read"], "read and plan": rank["read"] + rank["plan"]}
     found["read, memory"] = rank["traced"]
