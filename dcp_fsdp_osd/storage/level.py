@@ -15,8 +15,9 @@ STEP = 4
 twice as many, a third of it would go by on the way up."""
 GAIN = 1.3
 """Throughput must grow by this factor with them, for it to stay so."""
-_AGAIN = 8
-"""Turns at one level after which the next one is tried again: what was seen may be chance."""
+_AGAIN = 8 * STEP
+"""Turns at one level after which the next one is tried again: what was seen may be chance.  Of what
+is read, one ninth is then read at a level that is too high for it."""
 
 
 @dataclass

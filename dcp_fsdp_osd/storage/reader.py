@@ -65,8 +65,9 @@ class StreamingReader(HasRole, StorageReader):
 
     Args:
         path_or_url: the checkpoint's folder.  May be None when DCP is given a ``checkpoint_id``.
-        concurrency: threads that read; by default 16 for URLs, and 4 for local paths, which become
-            more while that pays, up to 32 (a path may be a network file system).
+        concurrency: threads that read; by default 16 for URLs, and for local paths 4, or as many as
+            there are cores if those are fewer, which become more while that pays, up to 32 (a path
+            may be a network file system).
         max_inflight_bytes: bound of the buffers held by this rank, 4 MiB at least: the client's
             copies, and staging for destinations that bytes cannot land in.  A byte item or a tensor
             that only ``torch.load`` can read is held whole, whatever its size.

@@ -129,7 +129,9 @@ class Session:
         url = resolve(path_or_url)
         self.close()
         self._choice = None
-        threads = self._local_threads if is_local(url) else _REMOTE_THREADS
+        # What comes from the page cache costs a core's time, which more threads cut into pieces.
+        local = min(self._local_threads, _cores())
+        threads = local if is_local(url) else _REMOTE_THREADS
         self.config = replace(self.config, url=url, concurrency=self._concurrency or threads)
 
     def close(self) -> None:
@@ -248,7 +250,8 @@ def make_session(
 ) -> Session:
     """The session that the arguments of a reader or writer describe.  Opens nothing.
 
-    `local_threads` is the concurrency for a local path where none is given.
+    `local_threads` is the concurrency for a local path where none is given, but no more than there
+    are cores.
     """
     config = StoreConfig(
         url="",
@@ -262,6 +265,12 @@ def make_session(
     )
     session.move_to("" if path_or_url is None else path_or_url)
     return session
+
+
+def _cores() -> int:
+    """That this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def accepts(checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -45,10 +45,10 @@ def test_it_settles_where_the_line_is_full(streams: int) -> None:
 
 
 def test_it_stays_where_more_is_not_faster() -> None:
-    """As where all comes from memory: one turn in ten is spent on trying."""
-    seen = _settles(Level(4, 32), lambda under_way: 0.001 * under_way, 50)
+    """As where all comes from memory: a ninth of what is read is spent on trying."""
+    seen = _settles(Level(4, 32), lambda under_way: 0.001 * under_way, 100)
     assert set(seen) == {4, 16}
-    assert seen.count(16) <= 6
+    assert 2 <= seen.count(16) <= 4
 
 
 def test_it_finds_out_later_what_chance_hid() -> None:
