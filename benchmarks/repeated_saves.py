@@ -127,9 +127,9 @@ def _save(ranks: list[Rank], step: int) -> dict[str, float]:
     results = [rank.results(plan) for rank, plan in zip(ranks, finished, strict=True)]
     written = clock()
     with no_collections():
-        written, _ = unpack_results([pickle.loads(each) for each in results])
+        places, _ = unpack_results([pickle.loads(each) for each in results])
         unpacked = clock()
-        fill_metadata(metadata, written, "crc32c")
+        fill_metadata(metadata, places, "crc32c")
         dump_metadata(metadata)
     filled = clock()
     return {

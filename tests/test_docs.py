@@ -126,7 +126,7 @@ _BROKEN = {
     "no such option": ("```bash\ndcp-osd ls . --nothing\n```", "status 2"),
     "no such checkpoint": ("```bash\ndcp-osd show nowhere\n```", "status 2"),
     "no such target": ("```bash\nmake nothing\n```", "nothing"),
-    "no such module": ("```bash\npython -m benchmarks.nothing\n```", "there is no"),
+    "no such module": ("```bash\npython -m benchmarks.no_such\n```", "there is no"),
     "no such benchmark option": ("```bash\npython -m benchmarks.storage --no\n```", "no option"),
     "no such extra": ("```bash\npip install 'dcp-fsdp-osd[no]'\n```", "no extra"),
     "no such package": ("```bash\npip install nothing-at-all\n```", "constraints.txt"),
