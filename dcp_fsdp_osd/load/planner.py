@@ -54,7 +54,7 @@ from dcp_fsdp_osd.misuse.arguments import (
     check_positive,
 )
 from dcp_fsdp_osd.misuse.flat_form import check_rest
-from dcp_fsdp_osd.misuse.in_use import InUse
+from dcp_fsdp_osd.misuse.in_use import InUse, begins, goes_on
 from dcp_fsdp_osd.misuse.waiting import watched
 from dcp_fsdp_osd.storage.identity import identify
 from dcp_fsdp_osd.tree import put_in_place, with_optim_removed
@@ -225,6 +225,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
     # ------------------------------------------------------------ planning
 
     @portable_errors()
+    @begins
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -236,7 +237,6 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             raise TypeError("expected FlatOptimSavePlanner in dcp.save, found FlatOptimLoadPlanner")
         if metadata is None:
             raise CheckpointMismatchError("expected the checkpoint's metadata, found none")
-        self._in_use.begin()
         if self._exchange is not None:  # of a load that was given up
             self._exchange.failed(ExchangeError("the load was given up"))
         self._loads, self._owner, self._pending, self.skipped = {}, {}, set(), []
@@ -257,6 +257,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         self._given = state_dict
 
     @portable_errors()
+    @goes_on
     def create_local_plan(self) -> LoadPlan:
         """The reads of this rank: DCP's default ones, and those of its own elements."""
         plan = self._default_plan()
@@ -323,6 +324,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         )
 
     @portable_errors()
+    @goes_on
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Allocate, and keep this rank's reads; from here on tensors may be written."""
         agreed = new_plan.planner_data

@@ -40,7 +40,7 @@ from dcp_fsdp_osd.fsdp.optim import check_unwrapped, describe_targets
 from dcp_fsdp_osd.layout.flat import FlatLayout
 from dcp_fsdp_osd.misuse.arguments import HasRole, check_key, check_optim, check_options
 from dcp_fsdp_osd.misuse.flat_form import check_rest
-from dcp_fsdp_osd.misuse.in_use import InUse
+from dcp_fsdp_osd.misuse.in_use import InUse, begins, goes_on
 from dcp_fsdp_osd.misuse.safetensors_writer import check_safetensors
 from dcp_fsdp_osd.misuse.waiting import watched
 from dcp_fsdp_osd.optim_class import describe_optim
@@ -191,6 +191,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
 
     # ------------------------------------------------------------ local plan
 
+    @begins
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -203,7 +204,6 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         """
         if isinstance(storage_meta, Metadata):
             raise TypeError("expected FlatOptimLoadPlanner in dcp.load, found FlatOptimSavePlanner")
-        self._in_use.begin()
         self._reset()
         if not self._planned:  # the save before failed on the way there
             self._kept = None
@@ -309,6 +309,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         self.mappings[name] = path
         return name
 
+    @goes_on
     def create_local_plan(self) -> SavePlan:
         """This rank's items: DCP's default ones, and its boxes."""
         template, apart, of = self._template, self._apart, self._values.of
@@ -358,6 +359,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
 
     # ------------------------------------------------------------ writing
 
+    @goes_on
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Take this rank's share of the global plan."""
         answer = new_plan.planner_data
