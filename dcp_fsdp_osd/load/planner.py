@@ -278,7 +278,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             items,
         )
         self._proposed = items
-        return watched(self._in_use.hold(SentLoadPlan(items, plan.storage_data, report)), "load")
+        return watched(SentLoadPlan(items, plan.storage_data, report), "load")
 
     def _place(self, item: ReadItem) -> tuple[torch.dtype | None, torch.device]:
         """The dtype and device of what ``item`` is read to; nothing is allocated."""
@@ -348,7 +348,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         if not self._pending:
             with self._reported():
                 self._finish()
-        return self._in_use.hold(plan)
+        return plan
 
     def _allocate(self, skipped: list[Mismatch]) -> None:
         self._skip(skipped)

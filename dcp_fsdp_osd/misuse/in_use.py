@@ -1,74 +1,110 @@
-"""One planner serves one save or load at a time; a second one that begins meanwhile is refused.
+"""One planner, reader or writer serves one save or load at a time; a second one is refused.
 
-Planners keep what the current ``dcp.save`` or ``dcp.load`` is about. Used from two threads at once
-one of them would write the other's values.
+They keep what the current ``dcp.save`` or ``dcp.load`` is about.  Used from two threads at once
+(two ``dcp.async_save`` that overlap), one would write the other's values, or to the other's path.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from dcp_fsdp_osd.errors import LayoutError
 
-__all__ = ["InUse", "begins", "goes_on"]
+__all__ = ["InUse", "begins", "goes_on", "resets"]
 
-A = ParamSpec("A")
-P = TypeVar("P")
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class InUse:
-    """Who uses a planner now. DCP calls all of a planner's planning methods from one thread.
+    """Which thread's save or load an object serves; DCP makes all calls of one from one thread.
 
-    The plans that a planner returns are alive for as long as the save or load is under way, and
-    longer by nothing but an error's traceback, so that nobody needs to say that it has ended.
-    Before there is a plan, the save or load that began last is the one: the one before is refused
-    when it goes on, before it changes anything.
+    A save or load is under way for as long as its thread is in the call of DCP that it began in,
+    so that nobody needs to say that it has ended, or failed.  Of two that DCP did not call, the
+    last one is served: the one before is refused when it goes on, before it changes anything.
     """
 
     def __init__(self) -> None:
-        self._inside = threading.RLock()  # held by a thread that is in one of the methods
+        self._lock = threading.Lock()
         self._thread: int | None = None
-        self._plan: weakref.ref[Any] | None = None
+        self._call = 0
+        self._inside = 0  # methods that the thread is in
+        self._refused: set[int] = set()  # threads that were not told yet
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InUse, ()  # of another process, or of a copy, nothing is under way
 
     @contextlib.contextmanager
-    def step(self, *, first: bool) -> Iterator[None]:
-        """One of the planner's methods, the first of a save or load or a later one, runs here.
+    def beginning(self, *, anew: bool = False) -> Iterator[bool]:
+        """Serve this thread from now on: True. False if another one's save or load is under way,
+        or was when this one's began: only what begins `anew` forgets that.
+        """
+        thread = threading.get_ident()
+        with self._lock:
+            if self._thread != thread and (self._inside or self._is_under_way()):
+                self._refused.add(thread)
+            elif anew:
+                self._refused.discard(thread)
+            served = thread not in self._refused
+            if served:
+                self._thread, self._call = thread, next(reversed(_calls(sys._getframe())), 0)
+                self._inside += 1
+        try:
+            yield served
+        finally:
+            if served:
+                self._leave()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """The save or load goes on in here.
 
         Raises:
-            LayoutError: another thread is in one of them, or its save or load is the current one.
+            LayoutError: it is not served.
         """
-        if not self._inside.acquire(blocking=False):
-            self._refuse()
+        thread = threading.get_ident()
+        with self._lock:
+            if self._thread not in (None, thread) or thread in self._refused:
+                raise self.refusal()
+            self._thread = thread
+            self._inside += 1
         try:
-            mine = self._thread in (None, threading.get_ident())
-            if first:
-                if not mine and self._plan is not None and self._plan() is not None:
-                    self._refuse()
-                self._thread, self._plan = threading.get_ident(), None
-            elif not mine:
-                self._refuse()
             yield
         finally:
-            self._inside.release()
+            self._leave()
 
-    def hold(self, plan: P) -> P:
-        """A copy of ``plan``, to be returned to DCP and kept nowhere else."""
-        mine: P = dataclasses.replace(plan)  # type: ignore[type-var]
-        self._plan = weakref.ref(mine)
-        return mine
+    def _leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
 
-    def _refuse(self) -> None:
-        raise LayoutError(
-            "expected a planner to be used for one save or load at a time, found that another "
-            "thread uses this one: make a planner for each"
+    def _is_under_way(self) -> bool:
+        stack = sys._current_frames().get(self._thread) if self._thread is not None else None
+        return self._call in _calls(stack)
+
+    def refusal(self) -> LayoutError:
+        """The error for what is not served; whoever asks raises it."""
+        self._refused.discard(threading.get_ident())
+        return LayoutError(
+            "expected a planner, a reader and a writer to be used for one save or load at a time, "
+            "found that another thread uses this one: make others for each, or wait for the "
+            "future of dcp.async_save first"
         )
+
+
+def _calls(frame: FrameType | None) -> list[int]:
+    """The calls of DCP on a stack, the outmost last; their numbers hold while they last."""
+    found = []
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint"):
+            found.append(id(frame))
+        frame = frame.f_back
+    return found
 
 
 class _Used(Protocol):
@@ -78,20 +114,39 @@ class _Used(Protocol):
 S = TypeVar("S", bound=_Used)
 
 
-def begins(method: Callable[Concatenate[S, A], R]) -> Callable[Concatenate[S, A], R]:
-    """A planner's method that a save or load begins with (:meth:`InUse.step`)."""
-    return _step(method, first=True)
+def begins(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method that a save or load begins with; LayoutError if it is not served."""
 
-
-def goes_on(method: Callable[Concatenate[S, A], R]) -> Callable[Concatenate[S, A], R]:
-    """A planner's method that a save or load which has begun goes on with."""
-    return _step(method, first=False)
-
-
-def _step(method: Callable[Concatenate[S, A], R], *, first: bool) -> Callable[Concatenate[S, A], R]:
     @functools.wraps(method)
-    def alone(self: S, /, *args: A.args, **kwargs: A.kwargs) -> R:
-        with self._in_use.step(first=first):
+    def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._in_use.beginning() as served:
+            if not served:
+                raise self._in_use.refusal()
+            return method(self, *args, **kwargs)
+
+    return alone
+
+
+def resets(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+    """A method that DCP calls before all others, and does not tell other ranks of its errors: of
+    what is not served it does nothing, and the next one raises.
+    """
+
+    @functools.wraps(method)
+    def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        with self._in_use.beginning(anew=True) as served:
+            if served:
+                method(self, *args, **kwargs)
+
+    return alone
+
+
+def goes_on(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method that a save or load which has begun goes on with; LayoutError if not served."""
+
+    @functools.wraps(method)
+    def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._in_use.step():
             return method(self, *args, **kwargs)
 
     return alone

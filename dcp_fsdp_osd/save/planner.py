@@ -182,11 +182,10 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         ):
             state.pop(name, None)
         empty = {"_kept": None, "_plans": None, "_template": None}
-        return {**state, **empty, "_share": Share(), "mappings": {}, "_params": {}, "_in_use": None}
+        return {**state, **empty, "_share": Share(), "mappings": {}, "_params": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._in_use = InUse()
         self._reset()
 
     # ------------------------------------------------------------ local plan
@@ -331,10 +330,10 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
         if template is not None and known is None:
             template.learn(list(items), self._outline)
         again = None if self._kept is None else self._kept.again(self._outline)
-        sent: SavePlan = self.plan
+        sent: SavePlan = dataclasses.replace(self.plan)
         if again is not None:
             sent = SavePlan([], plan.storage_data, again.sent())
-        return watched(self._in_use.hold(sent), "save")
+        return watched(sent, "save")
 
     # ------------------------------------------------------------ global plan
 
@@ -389,7 +388,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
                     f"{index.fqn}: expected to write what this rank holds, found that the global "
                     f"plan wants of it {tuple(index.offset or ())}, which it does not hold"
                 )
-        return self._in_use.hold(super().finish_plan(new_plan))
+        return super().finish_plan(new_plan)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """A view of the optimizer's own memory for a box; else as DCP's default planner."""

@@ -41,6 +41,7 @@ from dcp_fsdp_osd.errors import (
 )
 from dcp_fsdp_osd.layout.geometry import narrowed_view
 from dcp_fsdp_osd.misuse.arguments import HasRole
+from dcp_fsdp_osd.misuse.in_use import InUse, begins, goes_on, resets
 from dcp_fsdp_osd.storage.missing import Unreadable
 from dcp_fsdp_osd.storage.once import from_first_rank
 from dcp_fsdp_osd.storage.session import telling
@@ -86,6 +87,7 @@ class FullStateReader(HasRole, StorageReader):
         self._source, self._key, self._group = source, key, process_group
         self._allow_pickle = allow_pickle
         self._values: dict[str, Any] = {}
+        self._in_use = InUse()
 
     def __repr__(self) -> str:
         source = self._source
@@ -101,6 +103,7 @@ class FullStateReader(HasRole, StorageReader):
         group = self._ranks()
         return group is None or dist.get_rank(group) == 0
 
+    @resets
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, from the file `checkpoint_id` if given."""
         if checkpoint_id is not None:
@@ -113,6 +116,11 @@ class FullStateReader(HasRole, StorageReader):
         Where it cannot be read, what is returned raises the reason when it is looked at (see
         ``missing.py``).
         """
+        with self._in_use.beginning() as served:
+            metadata = self._metadata()  # collective
+            return metadata if served else Unreadable(self._in_use.refusal, missing=False)
+
+    def _metadata(self) -> Metadata:
         try:
             return self._read_metadata()
         except Exception as error:
@@ -123,6 +131,7 @@ class FullStateReader(HasRole, StorageReader):
     def _read_metadata(self) -> Metadata:
         return from_first_rank(self._ranks(), "read the full state", self._describe)
 
+    @goes_on
     def _describe(self) -> Metadata:
         state = self._load()
         if "state" in state and "param_groups" in state:
@@ -193,12 +202,14 @@ class FullStateReader(HasRole, StorageReader):
             raise StorageError(f"{path}: expected a state dict, found {type(found).__name__}")
         return found
 
+    @begins
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Raise why the metadata could not be read, if so; there is nothing to set up."""
         metadata.state_dict_metadata  # noqa: B018
 
+    @goes_on
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan, which says whether this rank can read (see ``StreamingReader``)."""
         about = {
@@ -214,6 +225,7 @@ class FullStateReader(HasRole, StorageReader):
         return plans
 
     @portable_errors()
+    @goes_on
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy out what the plan wants, in its order; the future is complete on return."""
         with telling(planner):

@@ -19,6 +19,7 @@ from torch.futures import Future
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
 from dcp_fsdp_osd.misuse.arguments import HasRole, check_path, check_positive
+from dcp_fsdp_osd.misuse.in_use import InUse, begins, goes_on, resets
 from dcp_fsdp_osd.misuse.waiting import watched
 from dcp_fsdp_osd.storage.checksum import Checksum, checksum_named
 from dcp_fsdp_osd.storage.fetch import Fetcher
@@ -61,7 +62,7 @@ class StreamingReader(HasRole, StorageReader):
     item's ``resolve_tensor`` when its first bytes are about to be requested (at most twice
     `concurrency` requests of 8 MiB are under way or waiting), its ``commit_tensor`` as soon as it
     is complete and verified, which is about in the order of the files.  When reading fails and the
-    planner has a method ``on_read_error(error)``, it is called at once.
+    planner has a method ``on_read_error(error)``, it is called at once.  One load at a time.
 
     Args:
         path_or_url: the checkpoint's folder.  May be None when DCP is given a ``checkpoint_id``.
@@ -143,6 +144,7 @@ class StreamingReader(HasRole, StorageReader):
         self._progress = progress
         self._stall = stall_seconds
         self._load_id = uuid.uuid4().hex
+        self._in_use = InUse()
         self._metadata: Metadata | None = None
         self._read_from = metadata_name(), 0  # and the CRC-32 of what was read
         self.stats = Stats()
@@ -159,6 +161,7 @@ class StreamingReader(HasRole, StorageReader):
 
     # ---- DCP's StorageReader, in call order ----
 
+    @resets
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, from `checkpoint_id` if given."""
         if checkpoint_id is not None:
@@ -173,8 +176,12 @@ class StreamingReader(HasRole, StorageReader):
         read, what is returned raises the reason when it is looked at (see ``missing.py``).
         """
         del args
+        with self._in_use.beginning() as served:
+            metadata = self._described(kwargs.get("rank"))  # which may be collective
+            return metadata if served else Unreadable(self._in_use.refusal, missing=False)
+
+    def _described(self, rank: int | None) -> Metadata:
         self.stats = Stats()
-        rank = kwargs.get("rank")
         with self.stats.timed("metadata"):
             try:
                 metadata = self._load_metadata(rank)
@@ -216,6 +223,7 @@ class StreamingReader(HasRole, StorageReader):
         found = look_around(self._session, beside=True) if look else ""
         return StorageError(f"no checkpoint at {self._session.url}: {found or 'no .metadata'}")
 
+    @begins
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
@@ -225,6 +233,7 @@ class StreamingReader(HasRole, StorageReader):
         self._metadata = metadata
         self._session.rank = kwargs.get("rank") or 0
 
+    @goes_on
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan, with what a planner that shares reads between ranks may want to know.
 
@@ -267,6 +276,7 @@ class StreamingReader(HasRole, StorageReader):
                 )
         return plans
 
+    @goes_on
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items; the future is complete on return."""
         with telling(planner), self.stats.timed("read"):
@@ -332,6 +342,7 @@ class StreamingReader(HasRole, StorageReader):
         name = checksum_name(metadata)
         return checksum_named(name) if self._verify and name is not None else None
 
+    @goes_on
     def _read_metadata_file(self, rank: int | None = None) -> tuple[bytes, int]:
         """The bytes that are needed of the metadata file, which are its last ones, and its size."""
         name = metadata_name(rank)

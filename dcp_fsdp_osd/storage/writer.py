@@ -16,6 +16,7 @@ from torch.futures import Future
 from dcp_fsdp_osd.compact import no_collections
 from dcp_fsdp_osd.errors import StorageError
 from dcp_fsdp_osd.misuse.arguments import HasRole, check_path, check_positive
+from dcp_fsdp_osd.misuse.in_use import InUse, begins, goes_on, resets
 from dcp_fsdp_osd.misuse.waiting import watched
 from dcp_fsdp_osd.storage.checksum import best_checksum
 from dcp_fsdp_osd.storage.commit import Committer
@@ -60,7 +61,9 @@ class StreamingWriter(HasRole, StorageWriter):
     Call order and ownership are those of ``torch.distributed.checkpoint.storage.StorageWriter``:
     pass it to ``dcp.save`` or ``dcp.async_save`` (thread or process) with any planner.  Planner
     methods are called from the thread that DCP calls us in, one at a time; tensors are written from
-    their own memory and must not change until ``dcp.save`` returns.
+    their own memory and must not change until ``dcp.save`` returns.  It serves any number of saves,
+    one after the other: one that begins while another thread's is under way is refused, on all
+    ranks.
 
     A checkpoint exists when its ``.metadata`` exists.  That is written last, in one atomic step,
     after the size of every file has been checked.  Data files have names of their own for each
@@ -157,6 +160,7 @@ class StreamingWriter(HasRole, StorageWriter):
         self._ticket = _Ticket(_unique())
         self._metadata_rank: int | None = None
         self._is_coordinator = False
+        self._in_use = InUse()
         self._begin()
 
     def __repr__(self) -> str:
@@ -171,12 +175,14 @@ class StreamingWriter(HasRole, StorageWriter):
 
     # ---- DCP's StorageWriter, in call order ----
 
+    @resets
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save, to `checkpoint_id` if given."""
         if checkpoint_id is not None:
             self._session.move_to(checkpoint_id)
         self._ticket = _Ticket(_unique())
 
+    @begins
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn this rank's role.  Newer torch passes ``rank`` and ``use_collectives``."""
         del args
@@ -203,6 +209,7 @@ class StreamingWriter(HasRole, StorageWriter):
         return StorageMeta(checkpoint_id=self._session.url, save_id=self._ticket.nonce)
 
     @portable_errors
+    @goes_on
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse to overwrite, where that was not asked for, and flat pieces that a stock planner
         takes for whole tensors; DCP then raises on every rank."""
@@ -241,6 +248,7 @@ class StreamingWriter(HasRole, StorageWriter):
         ]
 
     @portable_errors
+    @goes_on
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items; the future is complete on return."""
         ticket = plan.storage_data
@@ -265,6 +273,7 @@ class StreamingWriter(HasRole, StorageWriter):
         return future
 
     @portable_errors
+    @goes_on
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check every file's size, then commit, then delete what was overwritten."""
         with self.stats.timed("metadata"), no_collections():

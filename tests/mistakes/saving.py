@@ -267,7 +267,7 @@ def ranks_at_different_steps(bench: Bench) -> None:
 @mistake(
     "one planner in two threads at once",
     raises="LayoutError",
-    says=r"one planner.*at a time|thread",
+    says=r"a planner.*one save or load at a time.*another thread",
 )
 def one_planner_in_two_threads(bench: Bench) -> None:
     model, optim = make()
@@ -300,6 +300,43 @@ def one_planner_in_two_threads(bench: Bench) -> None:
     told = [e for e in errors if "BrokenBarrier" not in str(e)]
     if told:
         raise told[0]
+
+
+@mistake(
+    "one writer in two overlapping async_save",
+    raises="LayoutError",
+    says=r"a writer to be used for one save or load at a time.*future of dcp.async_save",
+)
+def one_writer_in_two_async_saves(bench: Bench) -> None:
+    state = {"weight": torch.full((10,), float(bench.rank)), "step": 1}
+    tried = threading.Event()
+
+    class Slow(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            assert tried.wait(20)
+            return super().resolve_data(write_item)
+
+    writer = StreamingWriter(bench.path)
+    groups = [dist.new_group(backend="gloo"), dist.new_group(backend="gloo")]
+    paths = [f"{bench.path}{number}" for number in range(2)]
+    first, second = (
+        dcp.async_save(
+            {**state, "step": number},
+            checkpoint_id=paths[number],
+            storage_writer=writer,
+            planner=Slow() if number == 0 else None,
+            process_group=groups[number],
+        )
+        for number in range(2)
+    )
+    try:
+        second.result(20)
+    finally:
+        tried.set()
+        first.result(20)
+        state["step"] = -1
+        dcp.load(state, storage_reader=StreamingReader(paths[0]))
+        assert state["step"] == 0
 
 
 @mistake("no path at all", raises="StorageError", says=r"no path or URL")
