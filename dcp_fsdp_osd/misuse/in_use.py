@@ -35,6 +35,7 @@ class InUse:
         self._thread: int | None = None
         self._call = 0
         self._inside = 0  # methods that the thread is in
+        self._reset: set[int] = set()  # threads that have said where to, and have not begun
         self._refused: set[int] = set()  # threads that were not told yet
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -43,17 +44,23 @@ class InUse:
     @contextlib.contextmanager
     def beginning(self, *, anew: bool = False) -> Iterator[bool]:
         """Serve this thread from now on: True. False if another one's save or load is under way,
-        or was when this one's began: only what begins `anew` forgets that.
+        or has come between; what begins `anew`, with a path of its own, forgets what was before.
         """
         thread = threading.get_ident()
         with self._lock:
-            if self._thread != thread and (self._inside or self._is_under_way()):
+            overtaken = thread in self._reset and not anew
+            if self._thread not in (None, thread) and (
+                self._inside or self._is_under_way() or overtaken
+            ):
                 self._refused.add(thread)
             elif anew:
                 self._refused.discard(thread)
             served = thread not in self._refused
             if served:
-                self._thread, self._call = thread, next(reversed(_calls(sys._getframe())), 0)
+                (self._reset.add if anew else self._reset.discard)(thread)
+                # Older dcp.async_save resets, and has another thread do that again and begin.
+                self._call = 0 if anew else next(reversed(_calls(sys._getframe())), 0)
+                self._thread = thread
                 self._inside += 1
         try:
             yield served
@@ -89,7 +96,8 @@ class InUse:
 
     def refusal(self) -> LayoutError:
         """The error for what is not served; whoever asks raises it."""
-        self._refused.discard(threading.get_ident())
+        for threads in (self._refused, self._reset):
+            threads.discard(threading.get_ident())
         return LayoutError(
             "expected a planner, a reader and a writer to be used for one save or load at a time, "
             "found that another thread uses this one: make others for each, or wait for the "

@@ -66,12 +66,12 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _save(writer: StreamingWriter, path: Path | None, value: float, planner: Any = None) -> None:
-    save(_state(value), checkpoint_id=path, storage_writer=writer, planner=planner, no_dist=True)
+    save(_state(value), checkpoint_id=path, storage_writer=writer, planner=planner)
 
 
 def _load(reader: Any, path: Path | None, planner: Any = None) -> torch.Tensor:
     state = _state(-1.0)
-    load(state, checkpoint_id=path, storage_reader=reader, planner=planner, no_dist=True)
+    load(state, checkpoint_id=path, storage_reader=reader, planner=planner)
     found: torch.Tensor = state["weight"]
     return found
 
@@ -103,6 +103,30 @@ def test_one_writer(tmp_path: Path, gate: _Gate, other: ThreadPoolExecutor, at_o
     _save(writer, second, 2.0)
     assert (_load(StreamingReader(second), None) == 2.0).all()
     assert (_load(StreamingReader(first), None) == 1.0).all()
+
+
+def test_a_path_that_another_save_has_replaced(tmp_path: Path, other: ThreadPoolExecutor) -> None:
+    writer = StreamingWriter()
+    other.submit(writer.reset, tmp_path / "first").result(30)
+    writer.reset(tmp_path / "second")
+    _is_refused(other.submit(_save, writer, None, 1.0).result)
+    _save(writer, None, 2.0)
+    assert (_load(StreamingReader(tmp_path / "second"), None) == 2.0).all()
+
+
+def test_a_thread_goes_on_with_what_its_caller_has_reset(
+    tmp_path: Path, other: ThreadPoolExecutor
+) -> None:
+    """As ``dcp.async_save`` of torch 2.6."""
+    writer = StreamingWriter()
+    of_dcp: dict[str, Any] = {"__name__": "torch.distributed.checkpoint.of_this_test"}
+    exec("def in_dcp(*calls): [call() for call in calls]", of_dcp)
+    saved = tmp_path / "saved"
+    of_dcp["in_dcp"](
+        lambda: writer.reset(saved),
+        lambda: other.submit(_save, writer, saved, 1.0).result(30),
+    )
+    assert (_load(StreamingReader(saved), None) == 1.0).all()
 
 
 def test_a_writer_whose_save_has_failed(
