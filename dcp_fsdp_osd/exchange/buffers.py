@@ -46,7 +46,7 @@ class Held:
         if item not in self._dtypes:
             return None
         if item not in self._tensors:
-            self._tensors[item] = torch.empty(item.lengths, dtype=self._dtypes[item])
+            self._tensors[item] = torch.empty(item.lengths, dtype=self._dtypes[item], device="cpu")
             self._bytes += self._tensors[item].nbytes
         return self._tensors[item]
 

@@ -175,7 +175,7 @@ class ModelLoad:
         view = self._views.get(item.dest_index)
         if view is None:
             leaf = self.schedule.destinations[item.dest_index]
-            view = leaf.tensor if leaf.tensor is not None else torch.empty(0)
+            view = leaf.tensor if leaf.tensor is not None else torch.empty(0, device="cpu")
         return narrowed_view(view, item.dest_offsets, item.lengths)
 
     def take_object(self, key: str, value: Any) -> None:

@@ -187,7 +187,7 @@ class OptimLoad:
         key = item.dest_index.fqn
         leaf = self.schedule.destinations[item.dest_index]
         if leaf.kind is Kind.SCALAR:
-            return self.scalars.setdefault(key, torch.empty((), dtype=leaf.dtype))
+            return self.scalars.setdefault(key, torch.empty((), dtype=leaf.dtype, device="cpu"))
         tensor = leaf.tensor
         if tensor is None:
             raise CheckpointMismatchError(f"{key}: read before it was allocated")

@@ -53,6 +53,7 @@ from dcp_fsdp_osd.misuse.arguments import (
     check_options,
     check_positive,
 )
+from dcp_fsdp_osd.misuse.default_device import cpu_by_default
 from dcp_fsdp_osd.misuse.flat_form import check_rest
 from dcp_fsdp_osd.misuse.in_use import InUse, begins, goes_on
 from dcp_fsdp_osd.misuse.waiting import watched
@@ -203,8 +204,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         self._form, self._rank0_only = form, False
         self._broadcast, self._stall_seconds = broadcast, stall_seconds
         self._has_model = False
-        self._in_use = InUse()
-        self._lock = threading.Lock()
+        self._in_use, self._lock = InUse(), threading.Lock()
         self._loads: dict[str, StateLoad] = {}
         self._owner: dict[str, StateLoad] = {}  # key of an entry -> the load that it is read for
         self._pending: set[ReadItem] = set()
@@ -303,6 +303,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         return create_default_local_load_plan(self.state_dict, self.metadata, strict)
 
     @portable_errors()
+    @cpu_by_default()
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Refuse the load, on the coordinator for all ranks, if anything does not match.
 
@@ -427,6 +428,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
                 if not self._pending:
                     self._finish()
 
+    @cpu_by_default()
     def _finish(self) -> None:
         """All reads are done: check all optimizers, then fill all of their dicts."""
         exchange = self._exchange

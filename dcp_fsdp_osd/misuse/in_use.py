@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from dcp_fsdp_osd.errors import LayoutError
+from dcp_fsdp_osd.misuse.default_device import cpu_by_default
 
 __all__ = ["InUse", "begins", "goes_on", "resets"]
 
@@ -123,14 +124,18 @@ S = TypeVar("S", bound=_Used)
 
 
 def begins(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that a save or load begins with; LayoutError if it is not served."""
+    """A method that a save or load begins with; LayoutError if it is not served.
+
+    As in the other ones, the caller's default device is not ours.
+    """
 
     @functools.wraps(method)
     def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._in_use.beginning() as served:
             if not served:
                 raise self._in_use.refusal()
-            return method(self, *args, **kwargs)
+            with cpu_by_default():
+                return method(self, *args, **kwargs)
 
     return alone
 
@@ -154,7 +159,7 @@ def goes_on(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
 
     @functools.wraps(method)
     def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._in_use.step():
+        with self._in_use.step(), cpu_by_default():
             return method(self, *args, **kwargs)
 
     return alone

@@ -39,6 +39,7 @@ from dcp_fsdp_osd.errors import LayoutError
 from dcp_fsdp_osd.fsdp.optim import check_unwrapped, describe_targets
 from dcp_fsdp_osd.layout.flat import FlatLayout
 from dcp_fsdp_osd.misuse.arguments import HasRole, check_key, check_optim, check_options
+from dcp_fsdp_osd.misuse.default_device import cpu_by_default
 from dcp_fsdp_osd.misuse.flat_form import check_rest
 from dcp_fsdp_osd.misuse.in_use import InUse, begins, goes_on
 from dcp_fsdp_osd.misuse.safetensors_writer import check_safetensors
@@ -337,6 +338,7 @@ class FlatOptimSavePlanner(HasRole, DefaultSavePlanner):
 
     # ------------------------------------------------------------ global plan
 
+    @cpu_by_default()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Agree over all ranks; on the coordinator alone.
 

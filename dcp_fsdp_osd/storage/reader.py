@@ -19,6 +19,7 @@ from torch.futures import Future
 
 from dcp_fsdp_osd.errors import CorruptCheckpointError, StorageError
 from dcp_fsdp_osd.misuse.arguments import HasRole, check_path, check_positive
+from dcp_fsdp_osd.misuse.default_device import cpu_by_default
 from dcp_fsdp_osd.misuse.in_use import InUse, begins, goes_on, resets
 from dcp_fsdp_osd.misuse.waiting import watched
 from dcp_fsdp_osd.storage.checksum import Checksum, checksum_named
@@ -169,6 +170,7 @@ class StreamingReader(HasRole, StorageReader):
         self._metadata = None
         self._load_id = uuid.uuid4().hex
 
+    @cpu_by_default()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata; with ``rank=`` that of one rank (a save without collectives).
 

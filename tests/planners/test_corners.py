@@ -13,7 +13,17 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from dcp_fsdp_osd import FlatOptimLoadPlanner, FlatOptimSavePlanner, FlatOptimState, LayoutError
+from dcp_fsdp_osd import (
+    FlatModelState,
+    FlatOptimLoadPlanner,
+    FlatOptimSavePlanner,
+    FlatOptimState,
+    LayoutError,
+    StreamingReader,
+    StreamingWriter,
+    verify_model_state,
+    verify_optim_state,
+)
 from tests.models import Mlp, train_steps, wrap_fsdp1
 from tests.planners.checks import assert_same, load, make, raw, save
 from tests.planners.test_interop import compare, full
@@ -360,3 +370,36 @@ def _sets(rank: int, world: int, path: str) -> None:
 
 def test_equal_options_that_look_different(tmp_path: Path) -> None:
     run_ranks(_sets, 2, str(tmp_path))
+
+
+# ---------------------------------------------------------------- default devices
+
+
+def _default_device(rank: int, world: int, path: str, whole: bool) -> None:
+    """What is made without a device within a save or load must not follow the caller's."""
+    model, optim = make(use_orig_params=whole)
+    state = {"model": FlatModelState(model), "optim": FlatOptimState(model, optim), "step": 7}
+    for kind in ("ours", "stock"):
+        where = f"{path}/{kind}"
+        writer = StreamingWriter(where) if kind == "ours" else FileSystemWriter(where)
+        with torch.device("meta"):
+            dcp.save(state, storage_writer=writer, planner=FlatOptimSavePlanner())
+            assert verify_optim_state(model, optim, where).ok
+            assert verify_model_state(model, where).ok
+        for broadcast in (True, False):
+            other, fresh = make(steps=0, use_orig_params=whole)
+            into = {"model": FlatModelState(other), "optim": FlatOptimState(other, fresh)}
+            reader = StreamingReader(where) if kind == "ours" else FileSystemReader(where)
+            planner = FlatOptimLoadPlanner(broadcast=broadcast)
+            torch.set_default_device("meta")
+            try:
+                dcp.load({**into, "step": 0}, storage_reader=reader, planner=planner)
+            finally:
+                torch.set_default_device(None)
+            assert_same(optim.state_dict(), fresh.state_dict())
+            assert_same([*model.parameters()], [*other.parameters()])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_callers_default_device(tmp_path: Path, whole: bool) -> None:
+    run_ranks(_default_device, 2, str(tmp_path), whole)
