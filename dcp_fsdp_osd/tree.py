@@ -170,7 +170,7 @@ def digest(value: Any) -> str:
 
 
 class _Unwalkable(Exception):
-    """A value holds itself, or something that cannot be pickled."""
+    """A value holds itself, or something that cannot be pickled, or a tensor without strides."""
 
 
 class _Digest:
@@ -188,6 +188,8 @@ class _Digest:
         if isinstance(value, DTensor):
             return f"{value.placements}{tuple(value.shape)}".encode() + self.text(value.to_local())
         if isinstance(value, torch.Tensor):
+            if value.layout != torch.strided:
+                raise _Unwalkable
             plain = value.detach().cpu().contiguous()
             data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
             return f"{plain.dtype}{tuple(plain.shape)}".encode() + data
@@ -247,7 +249,11 @@ _SMALL = 1 << 20  # bytes of a tensor of which each counts
 def fingerprint(value: Any) -> str:
     """As :func:`digest`, at the speed of memory for large tensors: of these the sum of every 256
     64-bit words' bits counts, so that values that change places within those go unnoticed."""
-    if not isinstance(value, torch.Tensor) or value.nbytes <= _SMALL:
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.layout != torch.strided
+        or value.nbytes <= _SMALL
+    ):
         return digest(value)
     flat = value.detach().contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % 8:

@@ -346,6 +346,17 @@ def writer_without_path(bench: Bench) -> None:
     dcp.save({"optim": optim.state_dict()}, storage_writer=StreamingWriter(), planner=planner)
 
 
+@mistake(
+    "a sparse tensor in the optimizer's state",
+    raises="StorageError",
+    says=r"strides and memory.*torch.sparse_coo.*save its parts",
+)
+def sparse_optimizer_state(bench: Bench) -> None:
+    model, optim = make()
+    next(iter(optim.state.values()))["mask"] = torch.eye(3).to_sparse()
+    _save(bench, {"optim": optim.state_dict()}, FlatOptimSavePlanner(model, optim))
+
+
 @mistake("a tensor on the meta device", raises="LayoutError", says=r"meta")
 def meta_tensors(bench: Bench) -> None:
     model, optim = make()
