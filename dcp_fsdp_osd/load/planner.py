@@ -56,6 +56,7 @@ from dcp_fsdp_osd.misuse.arguments import (
 from dcp_fsdp_osd.misuse.default_device import cpu_by_default
 from dcp_fsdp_osd.misuse.flat_form import check_rest
 from dcp_fsdp_osd.misuse.in_use import InUse, begins, goes_on
+from dcp_fsdp_osd.misuse.unfilled import check_filled
 from dcp_fsdp_osd.misuse.waiting import watched
 from dcp_fsdp_osd.storage.identity import identify
 from dcp_fsdp_osd.tree import put_in_place, with_optim_removed
@@ -251,8 +252,10 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
             form=self._form,
             idle=self._rank0_only and not is_coordinator,
         )
-        rest = with_optim_removed(state_dict, [load.path for load in self._loads.values()])
+        taken = [load.path for load in self._loads.values()]
+        rest = with_optim_removed(state_dict, taken)
         check_rest(rest, optims, metadata, with_optims=bool(self._targets))
+        self._skip(check_filled(state_dict, taken, metadata, strict=self._strict))
         super().set_up_planner(rest, metadata, is_coordinator)
         self._given = state_dict
 
@@ -356,7 +359,7 @@ class FlatOptimLoadPlanner(HasRole, DefaultLoadPlanner):
         for load in self._loads.values():
             load.allocate()
 
-    def _skip(self, mismatches: list[Mismatch]) -> None:
+    def _skip(self, mismatches: Sequence[Mismatch | str]) -> None:
         self.skipped += map(str, mismatches)
         if mismatches:
             text = f"skipped (strict=False; planner.skipped has all):\n  {listed(mismatches)}"

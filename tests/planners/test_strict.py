@@ -237,3 +237,34 @@ def test_a_save_without_all_ranks_is_an_error(tmp_path: Path) -> None:
     assert set(caught.value.failures) == {0, 1}
     assert "found none that holds" in str(caught.value)
     assert not (tmp_path / ".metadata").exists()
+
+
+class _Fresh:
+    """A Stateful that has no state yet, and takes none without a word."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert not state_dict
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_empty_dicts_that_would_stay_empty(tmp_path: Path, fresh: bool) -> None:
+    state = {"sched": {"last_epoch": 3, "lr": [0.1]}, "deep": {"a": {"b": 1}}, "none": {}}
+    dcp.save(state, checkpoint_id=tmp_path, planner=FlatOptimSavePlanner())
+    empty: Any = _Fresh() if fresh else {}
+
+    def into() -> dict[str, Any]:
+        return {"sched": empty, "deep": {"a": {}}, "none": {}, "new": {}}
+
+    says = r"sched: an empty dict, .* has sched.last_epoch, sched.lr$"
+    with pytest.raises(dcp.api.CheckpointException, match=rf"(?ms)deep.a: an empty dict.*{says}"):
+        dcp.load(into(), checkpoint_id=tmp_path, planner=FlatOptimLoadPlanner())
+    planner = FlatOptimLoadPlanner(strict=False)
+    with pytest.warns(UserWarning, match=rf"(?ms){says}"):
+        dcp.load(into(), checkpoint_id=tmp_path, planner=planner)
+    assert [line.partition(":")[0] for line in planner.skipped] == ["deep.a", "sched"]
+    filled = {"sched": {"last_epoch": 0, "lr": []}, "none": {}, "new": {}}
+    dcp.load(filled, checkpoint_id=tmp_path, planner=FlatOptimLoadPlanner())
+    assert filled["sched"] == state["sched"]
