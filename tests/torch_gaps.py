@@ -53,6 +53,7 @@ _ERRORS = {
     "unexpected keyword argument 'enable_plan_caching'": "plans kept from save to save",
     "unexpected keyword argument 'use_collectives'": "dcp.save(use_collectives=False)",
     "unexpected keyword argument 'ignored_params'": "fully_shard(ignored_params=...)",
+    "unexpected keyword argument 'save_distributed'": "safetensors written in pieces",
     "sharding does not support uneven sharding": "FSDP2 over uneven tensor parallelism",
     "Dynamo only supports FSDP with use_orig_params=True": "compiled flat parameters of FSDP1",
     "assert self.mask_buffer.data is not None": "FSDP2 over an embedding's tensor parallelism",
