@@ -236,7 +236,7 @@ CASES = [
             refused_quietly(data),
             Gives(("CorruptCheckpointError", True)),
             ("local",),
-            10,
+            60,
         )
         for name, data in GADGETS.items()
     ),
