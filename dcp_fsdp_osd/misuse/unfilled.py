@@ -26,7 +26,7 @@ def check_filled(
         CheckpointMismatchError: there are some, and `strict`.
     """
     lines = []
-    for path, value in dicts(state_dict):
+    for path, value in sorted(dicts(state_dict), key=lambda each: each[0]):
         if value or any(path[:n] in taken for n in range(1, len(path) + 1)):
             continue
         where = f"{dotted(path)}."
